@@ -1,0 +1,117 @@
+"""belayerd's socket: what belayerctl asks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from belayer.messages.common import Done, ErrorReply, FaultProof, Message, Ping, Pong
+from belayer.messages.owner import OwnerStatusReply
+
+
+class StepTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """One step of a handover and its milliseconds; ``detail`` names what was checked."""
+
+    step: str
+    ms: float
+    detail: str = ""
+
+
+class Incident(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault with its timeline (promise O2). ``at`` is wall time; ``outcome`` is "open" until it ends."""
+
+    incident_id: str
+    slot: str
+    at: float
+    cause: str
+    detail: str
+    from_generation: int
+    to_generation: int
+    outcome: str
+    steps: tuple[StepTiming, ...] = ()
+    total_ms: float = 0.0
+    injected: bool = False
+
+
+class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    worker_id: str
+    pid: int
+    role: str
+    state: str
+    age_ms: float = 0.0
+    phase: str = ""
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    rss_mb: float = 0.0
+
+
+class SlotView(msgspec.Struct, frozen=True, kw_only=True):
+    """``protected``: a shadow is ready to take over now."""
+
+    slot: str
+    state: str
+    generation: int
+    protected: bool
+    model: str
+    device: str
+    weight_version: int
+    workers: tuple[WorkerView, ...]
+    handovers: int
+    reason: str = ""
+    since: float = 0.0
+    last_incident: Incident | None = None
+    rearm_ms: float = 0.0
+
+
+class HostStatus(Message, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class HostStatusReply(Message, frozen=True, kw_only=True, tag=True):
+    host: str
+    pid: int
+    instance: str
+    at: float
+    slots: tuple[SlotView, ...]
+    router: str
+    router_url: str
+    owners: tuple[OwnerStatusReply, ...] = ()
+    zygote: str = ""
+    healthy: bool = False
+
+
+class Handover(Message, frozen=True, kw_only=True, tag=True):
+    """Planned handover of ``slot``; answered with the incident when the new main serves."""
+
+    slot: str
+    reason: str = "operator"
+
+
+class IncidentReply(Message, frozen=True, kw_only=True, tag=True):
+    incident: Incident
+
+
+class ListIncidents(Message, frozen=True, kw_only=True, tag=True):
+    limit: int = 50
+
+
+class IncidentList(Message, frozen=True, kw_only=True, tag=True):
+    incidents: tuple[Incident, ...]
+
+
+class InjectWorkerFault(Message, frozen=True, kw_only=True, tag=True):
+    """``kind``: "kill" or "stop"; ``role``: "main" or "shadow". The reply proves that it happened."""
+
+    slot: str
+    kind: str
+    role: str = "main"
+
+
+class RestoreSlot(Message, frozen=True, kw_only=True, tag=True):
+    """The operator's word that a quarantined slot's device is good again."""
+
+    slot: str
+
+
+Request = Ping | HostStatus | Handover | ListIncidents | InjectWorkerFault | RestoreSlot
+Reply = Pong | HostStatusReply | IncidentReply | IncidentList | FaultProof | Done | ErrorReply

@@ -1,0 +1,113 @@
+"""Zygote and worker control plane (belayerd is the only client), and the stamp of the data plane."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from belayer.messages.common import Done, ErrorReply, Message, Ping, Pong
+
+
+class WorkerState(StrEnum):
+    STARTING = "starting"
+    STANDBY = "standby"
+    MAIN = "main"
+    FAILED = "failed"
+
+
+class Oracle(msgspec.Struct, frozen=True, kw_only=True):
+    """One greedy token of a fixed prompt and its logprob, for one weight version (promise R5)."""
+
+    weight_version: int
+    token: int
+    logprob: float
+
+
+class Stamp(msgspec.Struct, frozen=True, kw_only=True):
+    """On every output message of a worker: who made it. ``seq`` counts per worker and front from 0."""
+
+    slot: str
+    generation: int
+    worker_id: str
+    seq: int
+
+
+class SpawnWorker(Message, frozen=True, kw_only=True, tag=True):
+    """To the zygote: fork a standby. ``cgroup`` is the folder the child joins before anything else ("" for none)."""
+
+    worker_id: str
+    slot: str
+    cgroup: str = ""
+
+
+class Spawned(Message, frozen=True, kw_only=True, tag=True):
+    """Comes with the child's pidfd. ``start_time``: field 22 of /proc/<pid>/stat, in clock ticks."""
+
+    worker_id: str
+    pid: int
+    start_time: int
+
+
+class WorkerStatus(Message, frozen=True, kw_only=True, tag=True):
+    pass
+
+
+class WorkerStatusReply(Message, frozen=True, kw_only=True, tag=True):
+    worker_id: str
+    slot: str
+    pid: int
+    state: WorkerState
+    generation: int = 0
+    epoch: int = -1
+    weight_version: int = 0
+    weights_digest: str = ""
+    oracle: Oracle | None = None
+    failure: str = ""
+    running: int = 0
+    waiting: int = 0
+    start_ms: dict[str, float] = {}
+
+
+class TakeArena(Message, frozen=True, kw_only=True, tag=True):
+    """Acquire the lease at ``epoch`` and turn the private view into the shared arena at the same address."""
+
+    epoch: int
+
+
+class FlushCache(Message, frozen=True, kw_only=True, tag=True):
+    """Empty the prefix cache; the worker answers with an error when blocks are still held."""
+
+
+class Unpark(Message, frozen=True, kw_only=True, tag=True):
+    """Remap graph memory. On the CPU there is none: Done says so."""
+
+
+class CheckOracle(Message, frozen=True, kw_only=True, tag=True):
+    """Run the oracle again, now on the real arena. ``expected`` None: only report."""
+
+    expected: Oracle | None = None
+
+
+class OracleReply(Message, frozen=True, kw_only=True, tag=True):
+    oracle: Oracle
+    equal: bool
+    ms: float
+
+
+class BecomeMain(Message, frozen=True, kw_only=True, tag=True):
+    """From here on requests are accepted, and stamped with this generation."""
+
+    generation: int
+
+
+class Retire(Message, frozen=True, kw_only=True, tag=True):
+    """Leave in order (a planned handover of a healthy main): stop stepping, answer, exit 0."""
+
+    generation: int
+
+
+ZygoteRequest = Ping | SpawnWorker
+ZygoteReply = Pong | Spawned | ErrorReply
+Request = Ping | WorkerStatus | TakeArena | FlushCache | Unpark | CheckOracle | BecomeMain | Retire
+Reply = Pong | WorkerStatusReply | Done | OracleReply | ErrorReply

@@ -1,0 +1,185 @@
+"""The control plane's only zmq import: ROUTER server and DEALER client over ipc://, typed MessagePack.
+
+One long-lived receive task per socket (a cancelled ``recv`` can, rarely, lose a message: pyzmq issue 1925), call ids
+so that several calls may be in flight, a deadline on every call. Bytes that are no message are answered by an error
+when they have a call id and dropped when not: a peer's garbage costs the peer, not the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from belayer import wire
+from belayer.errors import BadMessage, BelayerError, DaemonUnreachable, from_code
+from belayer.messages.common import ErrorReply
+
+Handler = Callable[[Any], Awaitable[msgspec.Struct]]
+R = TypeVar("R", bound=msgspec.Struct)
+
+_HWM = 10_000  # messages; finite, so that a stuck peer cannot eat the daemon's memory
+
+
+def to_reply(error: BelayerError) -> ErrorReply:
+    return ErrorReply(code=str(error.code), message=error.message, kept=error.kept, remedy=error.remedy)
+
+
+def raise_if_error(reply: Any) -> Any:
+    if isinstance(reply, ErrorReply):
+        raise from_code(reply.code, reply.message, reply.kept, reply.remedy)
+    return reply
+
+
+class Server:
+    """Answers ``union`` requests with ``handler``; a BelayerError becomes an ErrorReply, any other exception is a
+    broken invariant and ends the daemon (the task group sees it)."""
+
+    def __init__(self, path: Path, union: Any, handler: Handler) -> None:
+        self._path, self._handler = path, handler
+        self._decoder: wire.Decoder[Any] = wire.Decoder(union)
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, _HWM)
+        self._socket.set(zmq.RCVHWM, _HWM)
+        self._socket.set(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
+        self._socket.set(zmq.ROUTER_HANDOVER, 1)
+        path.unlink(missing_ok=True)  # a socket file of a killed life; liveness is the lock's business, not its
+        old = os.umask(0o177)
+        try:
+            self._socket.bind(f"ipc://{path}")
+        finally:
+            os.umask(old)
+
+    async def serve(self) -> None:
+        """Run until cancelled; each request is its own task, so a slow one holds nobody up."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    frames = await self._socket.recv_multipart()
+                    if len(frames) == 3:  # identity, call id, message
+                        group.create_task(self._answer(frames[0], frames[1], frames[2]))
+        finally:
+            self.close()
+
+    async def _answer(self, peer: bytes, call: bytes, data: bytes) -> None:
+        try:
+            reply = await self._handler(self._decoder.decode(data))
+        except BelayerError as error:
+            reply = to_reply(error)
+        with contextlib.suppress(zmq.ZMQError):  # the peer has left: nobody waits for this answer
+            await self._socket.send_multipart([peer, call, wire.encode(reply)])
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+        self._path.unlink(missing_ok=True)
+
+
+class Client:
+    """Calls one server. Usable from one event loop; ``close()`` when done."""
+
+    def __init__(self, path: Path, context: zmq.asyncio.Context | None = None) -> None:
+        self._path = path
+        self._own_context = context is None
+        self._context = context or zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, _HWM)
+        self._socket.set(zmq.RECONNECT_IVL, 20)
+        self._socket.connect(f"ipc://{path}")
+        self._next = 0
+        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        self._reader: asyncio.Task[None] | None = None
+
+    async def call(self, message: msgspec.Struct, reply: type[R], timeout: float = 10.0) -> R:
+        """The reply, as ``reply``. Raises the peer's error by its code, DaemonUnreachable after ``timeout``
+        seconds, BadMessage when the answer is of another type."""
+        if self._reader is None:
+            self._reader = asyncio.create_task(self._receive())
+        self._next += 1
+        call = self._next.to_bytes(8, "little")
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[call] = future
+        try:
+            async with asyncio.timeout(timeout):
+                await self._socket.send_multipart([call, wire.encode(message)])
+                data = await future
+        except TimeoutError as why:
+            raise DaemonUnreachable(
+                f"no answer from {self._path} to {type(message).__name__} in {timeout:g} s",
+                remedy="is the daemon running?",
+            ) from why
+        finally:
+            self._waiting.pop(call, None)
+        return decode_reply(data, reply)
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            future = self._waiting.get(frames[0]) if len(frames) == 2 else None
+            if future is not None and not future.done():
+                future.set_result(frames[1])
+
+    def close(self) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+        self._socket.close()
+        if self._own_context:
+            self._context.term()
+
+
+def decode_reply(data: bytes, reply: type[R]) -> R:
+    answer = raise_if_error(wire.Decoder[Any](reply | ErrorReply).decode(data))
+    if not isinstance(answer, reply):
+        raise BadMessage(f"expected {reply.__name__}, got {type(answer).__name__}")
+    return answer
+
+
+class SyncClient:
+    """Blocking calls, for scripts and the client library; not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.connect(f"ipc://{path}")
+        self._next = 0
+
+    def call(self, message: msgspec.Struct, reply: type[R], timeout: float = 10.0) -> R:
+        self._next += 1
+        call = self._next.to_bytes(8, "little")
+        self._socket.send_multipart([call, wire.encode(message)])
+        # Late answers of earlier, timed-out calls carry their own call id and are passed over.
+        while self._socket.poll(int(timeout * 1000)):
+            frames = self._socket.recv_multipart()
+            if len(frames) == 2 and frames[0] == call:
+                return decode_reply(frames[1], reply)
+        raise DaemonUnreachable(
+            f"no answer from {self._path} to {type(message).__name__} in {timeout:g} s",
+            remedy="is the daemon running?",
+        )
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def call_sync(path: Path, message: msgspec.Struct, reply: type[R], timeout: float = 10.0) -> R:
+    """One call on a fresh connection. A socket file that does not exist is DaemonUnreachable at once."""
+    if not path.exists():
+        raise DaemonUnreachable(f"no socket at {path}", remedy="start the daemon, or set BELAYER_ROOT")
+    client = SyncClient(path)
+    try:
+        return client.call(message, reply, timeout)
+    finally:
+        client.close()
