@@ -1,0 +1,189 @@
+"""One TOML for all daemons of a host, checked as a whole at the start.
+
+Unknown keys are refused; timing inequalities are stated and refused, never adjusted. Every error is one sentence
+that names the file, the key and the reason. ``belayerctl config check`` runs this same code.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from belayer.errors import ConfigInvalid
+from belayer.ids import is_name
+
+Positive = Annotated[float, Meta(gt=0)]
+PositiveInt = Annotated[int, Meta(gt=0)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Host(_Section, frozen=True, kw_only=True):
+    """``name`` is how other hosts and the status know this one."""
+
+    name: str = "host0"
+
+
+class Gpuowner(_Section, frozen=True, kw_only=True):
+    """``backend``: memory of weights and arenas; "memfd" on the CPU."""
+
+    backend: Literal["memfd"] = "memfd"
+
+
+class Model(_Section, frozen=True, kw_only=True):
+    """``path``: a Hugging Face directory with config.json and safetensors; relative to this file.
+    ``dtype``: what the engine computes in; bf16 files are widened exactly."""
+
+    name: str
+    path: str
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class Slot(_Section, frozen=True, kw_only=True):
+    """One engine. ``hang_limit_s``: silence of the scheduler loop that counts as a hang, outside announced phases.
+    ``kv_bytes``: size of the KV arena."""
+
+    name: str
+    model: str
+    device: str = "cpu"
+    kv_bytes: PositiveInt = 256 << 20
+    block_size: PositiveInt = 16
+    max_model_len: PositiveInt = 2048
+    max_num_batched_tokens: PositiveInt = 2048
+    max_num_seqs: PositiveInt = 64
+    threads: PositiveInt = 1
+    hang_limit_s: Positive = 2.0
+    start_deadline_s: Positive = 180.0
+
+
+class Router(_Section, frozen=True, kw_only=True):
+    """``journal_every``: tokens of one request between two journal records (the paper's k = 256).
+    ``request_deadline_s``: how long an interrupted or new request may wait without a worker."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    journal_every: PositiveInt = 256
+    journal_max_mb: PositiveInt = 512
+    request_deadline_s: Positive = 120.0
+    deaths_per_request: PositiveInt = 2
+
+
+class Envkeeper(_Section, frozen=True, kw_only=True):
+    """Limits are per sandbox; bytes, seconds, MiB as named. ``criu``: the binary, version 4.2 or later."""
+
+    enabled: bool = True
+    image: str = "belayer-sandbox:base"
+    docker: str = "unix:///var/run/docker.sock"
+    criu: str = "/opt/belayer/criu/usr/sbin/criu"
+    runtime: str = "belayer"
+    memory_mb: PositiveInt = 512
+    cpus: Positive = 1.0
+    pids: PositiveInt = 256
+    action_timeout_s: Positive = 60.0
+    checkpoint_timeout_s: Positive = 60.0
+    restore_timeout_s: Positive = 60.0
+    max_output_bytes: PositiveInt = 1 << 20
+    keep_checkpoints: PositiveInt = 4
+
+
+class Policy(_Section, frozen=True, kw_only=True):
+    """``repeat_window_s``: a second failure this soon after a handover means hardware (promise R7).
+    ``restart_budget``: failed starts of a shadow in a row before the slot is left unprotected and says so."""
+
+    repeat_window_s: Positive = 60.0
+    fence_deadline_s: Positive = 10.0
+    step_deadline_s: Positive = 10.0
+    poll_s: Positive = 0.02
+    restart_budget: PositiveInt = 3
+    restart_backoff_s: Positive = 1.0
+    owner_deadline_s: Positive = 120.0
+
+
+class Config(_Section, frozen=True, kw_only=True):
+    host: Host = Host()
+    gpuowner: Gpuowner = Gpuowner()
+    model: tuple[Model, ...] = ()
+    slot: tuple[Slot, ...] = ()
+    router: Router = Router()
+    envkeeper: Envkeeper = Envkeeper()
+    policy: Policy = Policy()
+
+    def slot_named(self, name: str) -> Slot:
+        return next(slot for slot in self.slot if slot.name == name)
+
+    def model_named(self, name: str) -> Model:
+        return next(model for model in self.model if model.name == name)
+
+
+def load(path: Path) -> Config:
+    """Read and check ``path``; model paths come back absolute. Raises ConfigInvalid."""
+    try:
+        text = path.read_bytes()
+    except OSError as why:
+        raise ConfigInvalid(
+            f"{path}: cannot be read: {why.strerror}", remedy="write it, or name another with --config"
+        ) from why
+    try:
+        table: Any = tomllib.loads(text.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as why:
+        raise ConfigInvalid(f"{path}: not TOML: {why}") from why
+    try:
+        config = msgspec.convert(table, Config)
+    except msgspec.ValidationError as why:
+        raise ConfigInvalid(f"{path}: {_say(str(why))}") from why
+    models = tuple(_absolute(path, model) for model in config.model)
+    config = msgspec.structs.replace(config, model=models)
+    problem = next(_problems(config), None)
+    if problem:
+        raise ConfigInvalid(f"{path}: {problem[0]}: {problem[1]}")
+    return config
+
+
+def _say(reason: str) -> str:
+    """msgspec ends with "- at `$.slot[0].model`"; the key goes first."""
+    text, _, where = reason.partition(" - at `$")
+    key = where.rstrip("`").lstrip(".") or "top level"
+    return f"{key}: {text[0].lower()}{text[1:]}"
+
+
+def _absolute(path: Path, model: Model) -> Model:
+    return msgspec.structs.replace(model, path=str((path.parent / model.path).resolve()))
+
+
+def _problems(config: Config) -> Any:
+    """Each cross-field rule that does not hold, as (key, reason)."""
+    for kind, rows in (("model", config.model), ("slot", config.slot)):
+        names = [row.name for row in rows]
+        for index, name in enumerate(names):
+            if not is_name(name):
+                yield f"{kind}[{index}].name", f"{name!r} is no name (1-48 of a-z 0-9 _ . -)"
+            if name in names[:index]:
+                yield f"{kind}[{index}].name", f"{name!r} is used twice"
+    known = {model.name for model in config.model}
+    for index, model in enumerate(config.model):
+        folder = Path(model.path)
+        if not (folder / "config.json").is_file():
+            yield f"model[{index}].path", f"{folder} holds no config.json (run `make setup` for the demo model)"
+    for index, slot in enumerate(config.slot):
+        where = f"slot[{index}]"
+        if slot.model not in known:
+            yield f"{where}.model", f"no [[model]] is named {slot.model!r}"
+        if slot.device != "cpu":
+            yield f"{where}.device", f"{slot.device!r} is not supported by backend {config.gpuowner.backend!r}"
+        if slot.hang_limit_s < 10 * config.policy.poll_s:
+            yield f"{where}.hang_limit_s", "must be at least 10 times policy.poll_s, or a late poll looks like a hang"
+        if slot.start_deadline_s <= slot.hang_limit_s:
+            yield f"{where}.start_deadline_s", "must be longer than hang_limit_s"
+    if config.router.request_deadline_s <= config.policy.fence_deadline_s + config.policy.step_deadline_s:
+        yield (
+            "router.request_deadline_s",
+            "must be longer than policy.fence_deadline_s + policy.step_deadline_s, "
+            "or requests expire inside a handover",
+        )
