@@ -1,0 +1,203 @@
+"""Processes that outlive us: pidfds, start times, control groups, and killing a whole tree until it is seen dead.
+
+A pid alone is never trusted: pid and start time together name a process (proc(5), field 22), and a pidfd keeps
+naming it (pidfd_open(2)). Fence = SIGKILL to every process of the tree, then *every* pidfd readable (promise R1).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+from pathlib import Path
+
+from belayer.clock import monotonic
+from belayer.errors import WorkerGone
+
+_PROC = Path("/proc")
+
+
+def start_time(pid: int) -> int:
+    """Start time of ``pid`` in clock ticks since boot; 0 when there is no such process."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def state(pid: int) -> str:
+    """Scheduling state letter of proc(5) ("T" stopped, "Z" zombie); "" when there is no such process."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def rss_mb(pid: int) -> float:
+    try:
+        pages = int((_PROC / str(pid) / "statm").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError, IndexError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def open_pidfd(pid: int, started: int) -> int:
+    """A pidfd of exactly that process. Raises WorkerGone when it has ended or the pid is another's now."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError as why:
+        raise WorkerGone(f"process {pid} has ended") from why
+    if start_time(pid) != started or is_dead(fd):
+        os.close(fd)
+        raise WorkerGone(f"process {pid} (started at tick {started}) has ended")
+    return fd
+
+
+def is_dead(pidfd: int) -> bool:
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def wait_dead(pidfds: list[int], deadline_s: float) -> list[int]:
+    """Wait until every pidfd is readable; returns those still alive at the deadline. Blocking: use a thread."""
+    poll = select.poll()
+    for fd in pidfds:
+        poll.register(fd, select.POLLIN)
+    alive, end = set(pidfds), monotonic() + deadline_s
+    while alive:
+        left = end - monotonic()
+        if left <= 0:
+            break
+        for fd, _ in poll.poll(left * 1000):
+            poll.unregister(fd)
+            alive.discard(fd)
+    return sorted(alive)
+
+
+def boot_id() -> str:
+    """Differs in each boot: pids and monotonic times in a state file mean nothing after one."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+class Cgroups:
+    """Where workers' control groups go: a folder of ours in the cgroup2 hierarchy, or none.
+
+    Without a writable cgroup2 hierarchy (unprivileged demo, some containers) a worker's tree is its session:
+    ``kind`` says which, and the status shows it.
+    """
+
+    def __init__(self, tag: str) -> None:
+        self.base: Path | None = None
+        self.kind = "session"
+        own = self._own()
+        if own is None:
+            return
+        try:
+            base = own / f"belayer-{tag}"
+            base.mkdir(exist_ok=True)
+        except OSError:
+            return  # read-only or not delegated: the session is the tree
+        if (base / "cgroup.kill").exists():  # Linux 5.14
+            self.base, self.kind = base, "cgroup2"
+
+    @staticmethod
+    def _own() -> Path | None:
+        line = next((row for row in Path("/proc/self/cgroup").read_text().splitlines() if row.startswith("0::")), None)
+        if line is None:
+            return None
+        for mount in (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup")):
+            if (mount / "cgroup.procs").exists():
+                return mount / line[3:].lstrip("/")
+        return None
+
+    def make(self, worker_id: str) -> str:
+        """Folder for a new worker, "" when trees are sessions."""
+        if self.base is None:
+            return ""
+        folder = self.base / worker_id
+        folder.mkdir(exist_ok=True)
+        return str(folder)
+
+    def pids(self, worker_id: str) -> list[int]:
+        if self.base is None:
+            return []
+        try:
+            return [int(pid) for pid in (self.base / worker_id / "cgroup.procs").read_text().split()]
+        except FileNotFoundError:
+            return []
+
+    def kill(self, worker_id: str) -> None:
+        """SIGKILL every process of the group at once, also those that fork meanwhile (cgroup-v2.rst, cgroup.kill)."""
+        if self.base is None:
+            return
+        try:
+            (self.base / worker_id / "cgroup.kill").write_text("1")
+        except FileNotFoundError:
+            return
+
+    def empty(self, worker_id: str) -> bool:
+        return not self.pids(worker_id)
+
+    def remove(self, worker_id: str) -> None:
+        if self.base is None:
+            return
+        try:
+            (self.base / worker_id).rmdir()
+        except FileNotFoundError:
+            return
+        except OSError as why:
+            if why.errno != errno.EBUSY:  # a zombie is still being reaped; swept at the next removal
+                raise
+
+
+def session_pids(leader: int) -> list[int]:
+    """Pids whose session is ``leader`` (setsid(2)): the tree of a worker without a control group."""
+    found = []
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        fields = stat.rpartition(")")[2].split()
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def kill_tree(cgroups: Cgroups, worker_id: str, pid: int, pidfd: int, deadline_s: float) -> tuple[int, list[int]]:
+    """SIGKILL the whole tree of a worker and wait until all of it is dead. Blocking: use a thread.
+
+    Returns (processes seen dead, pids still alive at the deadline). A stopped process dies of SIGKILL as well.
+    """
+    pids = cgroups.pids(worker_id) if cgroups.base is not None else session_pids(pid)
+    fds: dict[int, int] = {}
+    for other in pids:
+        if other == pid:
+            continue
+        try:
+            fds[os.pidfd_open(other)] = other
+        except ProcessLookupError:
+            continue  # it ended between the listing and here
+    try:
+        cgroups.kill(worker_id)
+        for fd in [pidfd, *fds]:
+            _sigkill(fd)
+        alive = wait_dead([pidfd, *fds], deadline_s)
+        left = [fds.get(fd, pid) for fd in alive]
+    finally:
+        for fd in fds:
+            os.close(fd)
+    if not left and not cgroups.empty(worker_id):
+        left = cgroups.pids(worker_id)
+    return 1 + len(fds) - len(left), left
+
+
+def _sigkill(pidfd: int) -> None:
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        return
