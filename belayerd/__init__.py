@@ -1,0 +1,1 @@
+"""belayerd: the supervisor of worker pairs, its router and its workers."""

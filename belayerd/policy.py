@@ -1,0 +1,56 @@
+"""Judgements of the supervisor, pure: repeat failures, restart budget, staleness of a heartbeat."""
+
+from __future__ import annotations
+
+import msgspec
+
+from belayer.heartbeat import Observation
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds and counts from [policy] and [[slot]] of the configuration."""
+
+    repeat_window_s: float = 60.0
+    restart_budget: int = 3
+    restart_backoff_s: float = 1.0
+    retry_s: float = 0.2
+    hang_limit_s: float = 2.0
+    start_deadline_s: float = 180.0
+
+
+def is_repeat(last_failover: float | None, now: float, limits: Limits) -> bool:
+    """Paper section 3.2: a second failure soon after a handover points at the device, not at the worker."""
+    return last_failover is not None and now - last_failover < limits.repeat_window_s
+
+
+def gives_up(failed_starts: int, limits: Limits) -> bool:
+    return failed_starts >= limits.restart_budget
+
+
+def backoff(failed_starts: int, limits: Limits) -> float:
+    """Doubling, from ``restart_backoff_s``, capped at a minute."""
+    return float(min(60.0, limits.restart_backoff_s * 2.0 ** max(0, failed_starts - 1)))
+
+
+def hang(seen: Observation, limits: Limits) -> str:
+    """Why this heartbeat means a hang, or "". Before the first beat the start deadline rules."""
+    pulse = seen.pulse
+    if pulse is None:
+        if seen.age_s > limits.start_deadline_s:
+            return f"no first heartbeat in {limits.start_deadline_s:g} s"
+        return ""
+    allowed = max(limits.hang_limit_s, pulse.deadline_s)
+    if seen.age_s > allowed:
+        return f"no heartbeat for {seen.age_s:.2f} s in phase {pulse.phase} (allowed {allowed:g} s)"
+    return ""
+
+
+def stuck(seen: Observation, limits: Limits) -> str:
+    """Why a beating loop is stuck, or "": it has work and its step and token counters stand still."""
+    pulse = seen.pulse
+    if pulse is None or pulse.deadline_s > 0:
+        return ""
+    allowed = 5 * limits.hang_limit_s
+    if seen.steps_flat_s > allowed:
+        return f"loops but makes no step for {seen.steps_flat_s:.2f} s with {pulse.waiting + pulse.running} requests"
+    return ""
