@@ -1,0 +1,184 @@
+"""What the router's core is told (events) and what it answers (effects). Plain data: no I/O, no clock.
+
+Effects are *ordered*: the shell performs them one by one, front to back. Journal effects stand before the delivery
+that they cover, so that what a client has seen finished can be read again after a crash.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Cause(StrEnum):
+    """Why a worker leaves. Only ``DIED`` counts against the requests that it was running."""
+
+    DIED = "died"
+    PLANNED = "planned"
+    SUPERSEDED = "superseded"
+    TORN_LINK = "torn_link"
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    pass
+
+
+class Add(Event, frozen=True, gc=False):
+    """A request from the front end. ``frames`` is the encoded EngineCoreRequest, kept until the request ends.
+
+    ``session`` is the affinity key of the client ("" for none). ``continuable`` is False for the few kinds of
+    request that cannot be given again together with their output (docs/faults.md).
+    """
+
+    request_id: str
+    frames: tuple[bytes, ...]
+    external_id: str = ""
+    session: str = ""
+    continuable: bool = True
+
+
+class Abort(Event, frozen=True, gc=False):
+    """The front end lost interest: the client left, or a stop string ended the text."""
+
+    request_ids: tuple[str, ...]
+
+
+class Item(msgspec.Struct, frozen=True, gc=False):
+    """One request's share of one engine step; ``finish`` is vLLM's word for the reason, "" while it goes on."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish: str = ""
+
+
+class Outputs(Event, frozen=True, gc=False):
+    """One message of a worker. ``seq`` counts its messages to this front from 0 without a gap."""
+
+    slot: str
+    generation: int
+    worker_id: str
+    seq: int
+    items: tuple[Item, ...]
+    weight_version: str = ""
+
+
+class Register(Event, frozen=True, gc=False):
+    """belayerd names the new main of a slot. Raises Fenced when the generation is old."""
+
+    slot: str
+    generation: int
+    worker_id: str
+    endpoint: str
+    weight_version: str = ""
+    model: str = ""
+
+
+class Ready(Event, frozen=True, gc=False):
+    """The worker answered the hello: it may be given requests. Raises Fenced when it was replaced meanwhile."""
+
+    slot: str
+    generation: int
+    worker_id: str
+
+
+class ConnectFailed(Event, frozen=True, gc=False):
+    """The worker did not answer the hello within its bound."""
+
+    slot: str
+    generation: int
+    worker_id: str
+
+
+class Unregister(Event, frozen=True, gc=False):
+    """belayerd declares the main of this generation gone; nothing that it still says counts. Stale: Fenced.
+
+    ``removed``: the slot will not come back soon (quarantine): its requests move to other slots.
+    """
+
+    slot: str
+    generation: int
+    cause: Cause = Cause.DIED
+    removed: bool = False
+
+
+class Tick(Event, frozen=True, gc=False):
+    """Time has passed; sent when ``Core.next_deadline()`` is due."""
+
+
+class Effect(msgspec.Struct, frozen=True, gc=False):
+    pass
+
+
+class Connect(Effect, frozen=True, gc=False):
+    slot: str
+    generation: int
+    worker_id: str
+    endpoint: str
+
+
+class Disconnect(Effect, frozen=True, gc=False):
+    """Close the worker's socket; whatever is still in its pipe is never read."""
+
+    slot: str
+    worker_id: str
+
+
+class SendAdd(Effect, frozen=True, gc=False):
+    """Give the request to a worker, with the tokens that it has produced so far ("" prefix: a first try)."""
+
+    worker_id: str
+    request_id: str
+    frames: tuple[bytes, ...]
+    prefix: tuple[int, ...]
+
+
+class SendAbort(Effect, frozen=True, gc=False):
+    worker_id: str
+    request_ids: tuple[str, ...]
+
+
+class Deliver(Effect, frozen=True, gc=False):
+    """Hand item number ``position`` of this event to the front end.
+
+    ``resumed``: the request has been given again, so statistics of its prefill must not be counted twice.
+    """
+
+    request_id: str
+    position: int
+    resumed: bool
+
+
+class Fail(Effect, frozen=True, gc=False):
+    """End the request with a typed error; ``code`` is a value of belayer.errors.ErrorCode."""
+
+    request_id: str
+    code: str
+    message: str
+    kept: str = ""
+    remedy: str = ""
+
+
+class JournalAdd(Effect, frozen=True, gc=False):
+    request_id: str
+    external_id: str
+    frames: tuple[bytes, ...]
+
+
+class JournalTokens(Effect, frozen=True, gc=False):
+    """Tokens ``start .. start+len(tokens)`` of a request and who made them."""
+
+    request_id: str
+    start: int
+    tokens: tuple[int, ...]
+    slot: str
+    generation: int
+    weight_version: str
+
+
+class JournalFinish(Effect, frozen=True, gc=False):
+    """``reason``: vLLM's finish reason, "abort" for a client that left, or "error:<code>"."""
+
+    request_id: str
+    reason: str
+    length: int

@@ -1,0 +1,121 @@
+"""What the router remembers: one record per live request, one per slot, and their tables of allowed moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class RequestState(StrEnum):
+    """WAITING: no worker has it. RUNNING: one worker has it. FINISHED: it had its one end; the record goes."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+REQUEST_NEXT: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
+}
+
+
+class SlotState(StrEnum):
+    """EMPTY: no worker. CONNECTING: hello sent. SERVING: takes requests. REMOVED: quarantined, comes back only
+    with a newer generation."""
+
+    EMPTY = "empty"
+    CONNECTING = "connecting"
+    SERVING = "serving"
+    REMOVED = "removed"
+
+
+SLOT_NEXT: dict[SlotState, frozenset[SlotState]] = {
+    SlotState.EMPTY: frozenset({SlotState.CONNECTING, SlotState.REMOVED}),
+    SlotState.CONNECTING: frozenset({SlotState.SERVING, SlotState.EMPTY, SlotState.REMOVED}),
+    SlotState.SERVING: frozenset({SlotState.EMPTY, SlotState.REMOVED}),
+    SlotState.REMOVED: frozenset({SlotState.CONNECTING}),
+}
+
+
+@dataclass(slots=True)
+class Request:
+    """A live request: what it takes to give it again to any worker."""
+
+    request_id: str
+    external_id: str
+    frames: tuple[bytes, ...]
+    session: str
+    continuable: bool
+    state: RequestState = RequestState.WAITING
+    slot: str = ""  # where it runs; while it waits: where it ran last, and waits to run again
+    tokens: list[int] = field(default_factory=list)
+    journaled: int = 0  # tokens[:journaled] are on disk
+    deaths: int = 0
+    given: int = 0  # how often a worker has been given it
+    waiting_since: float = 0.0
+    roams: bool = False  # waited for its own slot long enough: any slot may take it
+    maker: tuple[str, int, str] = ("", 0, "")  # slot, generation, weight version of tokens[journaled:]
+
+    def move(self, to: RequestState) -> None:
+        if to not in REQUEST_NEXT[self.state]:
+            raise AssertionError(f"request {self.request_id}: no way from {self.state} to {to}")
+        self.state = to
+
+
+@dataclass(slots=True)
+class ResumeNote:
+    """The last time that a slot took its requests up again. Times are seconds of the monotonic clock."""
+
+    generation: int
+    resumed: int
+    registered_at: float
+    first_token_ms: float | None = None
+
+
+@dataclass(slots=True)
+class Slot:
+    """A slot as the router sees it. ``fence`` is the lowest generation that may still register."""
+
+    name: str
+    state: SlotState = SlotState.EMPTY
+    generation: int = -1
+    worker_id: str = ""
+    endpoint: str = ""
+    weight_version: str = ""
+    model: str = ""
+    fence: int = 0
+    next_seq: int = 0
+    running: dict[str, None] = field(default_factory=dict)  # ordered set of request ids
+    resuming: set[str] = field(default_factory=set)  # given again to this worker, no token yet
+    tokens_total: int = 0
+    resumed_total: int = 0
+    restarted_total: int = 0
+    last_resume: ResumeNote | None = None
+
+    def move(self, to: SlotState) -> None:
+        if to not in SLOT_NEXT[self.state]:
+            raise AssertionError(f"slot {self.name}: no way from {self.state} to {to}")
+        self.state = to
+
+    def is_current(self, generation: int, worker_id: str) -> bool:
+        live = self.state in (SlotState.CONNECTING, SlotState.SERVING)
+        return live and (self.generation, self.worker_id) == (generation, worker_id)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since this router started; each is a Prometheus counter of the same name."""
+
+    added: int = 0
+    finished: int = 0
+    aborted: int = 0
+    failed: dict[str, int] = field(default_factory=dict)  # by error code
+    tokens: int = 0
+    resumed: int = 0
+    restarted: int = 0
+    moved: int = 0
+    late_messages: int = 0
+    late_items: int = 0
+    torn_links: int = 0

@@ -1,0 +1,405 @@
+"""The router's core: the rules one by one, then random interleavings against a model of workers (R2, R6)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from belayer.errors import Fenced, Refused
+from belayerd.router import events as ev
+from belayerd.router.core import Core, Limits
+from belayerd.router.records import REQUEST_NEXT, SLOT_NEXT, RequestState, SlotState
+
+FRAMES = (b"request",)
+
+
+def serve(core: Core, slot: str, generation: int, now: float = 0.0) -> list[ev.Effect]:
+    worker_id = f"{slot}-{generation}"
+    first = core.step(ev.Register(slot, generation, worker_id, f"ipc://{worker_id}"), now)
+    return first + core.step(ev.Ready(slot, generation, worker_id), now)
+
+
+def out(core: Core, slot: str, generation: int, seq: int, *items: ev.Item, now: float = 0.0) -> list[ev.Effect]:
+    return core.step(ev.Outputs(slot, generation, f"{slot}-{generation}", seq, items), now)
+
+
+def of(effects: list[ev.Effect], kind: type[ev.Effect]) -> list[ev.Effect]:
+    return [effect for effect in effects if type(effect) is kind]
+
+
+def test_tables_are_total() -> None:
+    assert set(REQUEST_NEXT) == set(RequestState)
+    assert set(SLOT_NEXT) == set(SlotState)
+    assert REQUEST_NEXT[RequestState.FINISHED] == frozenset()
+
+
+def test_every_event_has_a_handler() -> None:
+    assert set(Core(Limits())._handlers) == set(ev.Event.__subclasses__())
+
+
+def test_a_request_that_came_before_any_worker_is_given_to_the_first() -> None:
+    core = Core(Limits())
+    assert not of(core.step(ev.Add("r", FRAMES), 0.0), ev.SendAdd)
+    assert of(serve(core, "a", 0), ev.SendAdd) == [ev.SendAdd("a-0", "r", FRAMES, ())]
+
+
+def test_after_a_death_the_same_slot_gets_the_request_again_with_its_tokens() -> None:
+    core = Core(Limits())
+    serve(core, "a", 0)
+    serve(core, "b", 0)
+    core.step(ev.Add("r", FRAMES), 0.0)
+    out(core, "a", 0, 0, ev.Item("r", (7, 8)))
+    gone = core.step(ev.Unregister("a", 0), 1.0)
+    assert gone == [ev.Disconnect("a", "a-0")]
+    assert core.waiting == 1
+    assert of(serve(core, "a", 1, 2.0), ev.SendAdd) == [ev.SendAdd("a-1", "r", FRAMES, (7, 8))]
+    done = out(core, "a", 1, 0, ev.Item("r", (9,), "length"), now=2.5)
+    assert of(done, ev.Deliver) == [ev.Deliver("r", 0, resumed=True)]
+    note = core.slots["a"].last_resume
+    assert note is not None
+    assert (note.generation, note.resumed, note.first_token_ms) == (1, 1, pytest.approx(500.0))
+
+
+def test_requests_of_a_removed_slot_are_spread_evenly() -> None:
+    core = Core(Limits())
+    serve(core, "a", 0)
+    for i in range(10):
+        core.step(ev.Add(f"r{i}", FRAMES), 0.0)
+    serve(core, "b", 0)
+    serve(core, "c", 0)
+    moved = of(core.step(ev.Unregister("a", 0, removed=True), 1.0), ev.SendAdd)
+    assert len(moved) == 10
+    assert (len(core.slots["b"].running), len(core.slots["c"].running)) == (5, 5)
+    assert core.counters.moved == 10
+
+
+def test_home_is_waited_for_and_then_left() -> None:
+    core = Core(Limits(home_s=5.0, waiting_s=50.0))
+    serve(core, "a", 0)
+    core.step(ev.Add("r", FRAMES), 0.0)
+    core.step(ev.Unregister("a", 0), 1.0)
+    assert not of(serve(core, "b", 0, 1.0), ev.SendAdd)
+    assert core.next_deadline() == 6.0
+    assert of(core.step(ev.Tick(), 6.0), ev.SendAdd) == [ev.SendAdd("b-0", "r", FRAMES, ())]
+
+
+def test_waiting_is_bounded() -> None:
+    core = Core(Limits(waiting_s=10.0))
+    core.step(ev.Add("r", FRAMES), 3.0)
+    assert core.next_deadline() == 13.0
+    assert not of(core.step(ev.Tick(), 12.0), ev.Fail)
+    (fail,) = of(core.step(ev.Tick(), 13.0), ev.Fail)
+    assert isinstance(fail, ev.Fail)
+    assert fail.code == "no_healthy_slot"
+    assert core.requests == {}
+    assert core.next_deadline() is None
+
+
+def test_poison_is_bounded_by_deaths_and_planned_handovers_do_not_count() -> None:
+    core = Core(Limits(deaths=2))
+    core.step(ev.Add("r", FRAMES), 0.0)
+    for generation in range(5):
+        serve(core, "a", generation)
+        assert not of(core.step(ev.Unregister("a", generation, ev.Cause.PLANNED), 0.0), ev.Fail)
+    for generation in range(5, 7):
+        serve(core, "a", generation)
+        assert not of(core.step(ev.Unregister("a", generation), 0.0), ev.Fail)
+    serve(core, "a", 7)
+    (fail,) = of(core.step(ev.Unregister("a", 7), 0.0), ev.Fail)
+    assert isinstance(fail, ev.Fail)
+    assert fail.code == "poison_request"
+
+
+def test_old_generations_are_fenced() -> None:
+    core = Core(Limits())
+    serve(core, "a", 3)
+    with pytest.raises(Fenced):
+        core.step(ev.Register("a", 2, "old", "e"), 0.0)
+    with pytest.raises(Fenced):
+        core.step(ev.Register("a", 3, "other", "e"), 0.0)
+    with pytest.raises(Fenced):
+        core.step(ev.Unregister("a", 2), 0.0)
+    assert core.step(ev.Register("a", 3, "a-3", "e"), 0.0) == []
+    core.step(ev.Unregister("a", 3), 0.0)
+    assert core.step(ev.Unregister("a", 3), 0.0) == []
+    with pytest.raises(Fenced):
+        core.step(ev.Register("a", 3, "a-3", "e"), 0.0)
+    assert core.serving == 0
+
+
+def test_a_worker_replaced_before_it_was_ready_is_fenced() -> None:
+    core = Core(Limits())
+    core.step(ev.Register("a", 0, "w0", "e0"), 0.0)
+    effects = core.step(ev.Register("a", 1, "w1", "e1"), 0.0)
+    assert [type(effect) for effect in effects] == [ev.Disconnect, ev.Connect]
+    with pytest.raises(Fenced):
+        core.step(ev.Ready("a", 0, "w0"), 0.0)
+
+
+def test_a_connection_that_failed_may_be_tried_again() -> None:
+    core = Core(Limits())
+    core.step(ev.Register("a", 0, "w0", "e0"), 0.0)
+    assert core.step(ev.ConnectFailed("a", 0, "w0"), 0.0) == [ev.Disconnect("a", "w0")]
+    assert core.step(ev.ConnectFailed("a", 0, "w0"), 0.0) == []
+    assert of(core.step(ev.Register("a", 0, "w0", "e0"), 0.0), ev.Connect)
+
+
+def test_late_output_is_dropped_and_counted() -> None:
+    core = Core(Limits())
+    serve(core, "a", 0)
+    core.step(ev.Add("r", FRAMES), 0.0)
+    core.step(ev.Unregister("a", 0), 0.0)
+    serve(core, "a", 1)
+    assert out(core, "a", 0, 0, ev.Item("r", (1,))) == []
+    assert core.counters.late_messages == 1
+    core.step(ev.Abort(("r",)), 0.0)
+    assert out(core, "a", 1, 0, ev.Item("r", (1,))) == []
+    assert core.counters.late_items == 1
+
+
+@pytest.mark.parametrize("seq", [0, 2])
+def test_a_doubled_or_missing_message_ends_the_link_not_the_request(seq: int) -> None:
+    core = Core(Limits())
+    serve(core, "a", 0)
+    core.step(ev.Add("r", FRAMES), 0.0)
+    out(core, "a", 0, 0, ev.Item("r", (1,)))
+    assert out(core, "a", 0, seq, ev.Item("r", (2,))) == [ev.Disconnect("a", "a-0")]
+    assert of(serve(core, "a", 1), ev.SendAdd) == [ev.SendAdd("a-1", "r", FRAMES, (1,))]
+    assert core.requests["r"].deaths == 0
+
+
+def test_what_cannot_be_continued_ends_with_a_typed_error_only_if_it_had_tokens() -> None:
+    core = Core(Limits())
+    serve(core, "a", 0)
+    core.step(ev.Add("with", FRAMES, continuable=False), 0.0)
+    core.step(ev.Add("without", FRAMES, continuable=False), 0.0)
+    out(core, "a", 0, 0, ev.Item("with", (1,)))
+    (fail,) = of(core.step(ev.Unregister("a", 0), 0.0), ev.Fail)
+    assert isinstance(fail, ev.Fail)
+    assert (fail.request_id, fail.code) == ("with", "worker_gone")
+    serve(core, "a", 1)
+    assert core.slots["a"].restarted_total == 1
+
+
+def test_the_journal_is_written_every_k_tokens_and_before_the_finish_is_delivered() -> None:
+    core = Core(Limits(journal_every=3))
+    serve(core, "a", 0)
+    core.step(ev.Add("r", FRAMES), 0.0)
+    assert not of(out(core, "a", 0, 0, ev.Item("r", (1, 2))), ev.JournalTokens)
+    (block,) = of(out(core, "a", 0, 1, ev.Item("r", (3,))), ev.JournalTokens)
+    assert block == ev.JournalTokens("r", 0, (1, 2, 3), "a", 0, "")
+    core.step(ev.Unregister("a", 0), 0.0)
+    serve(core, "a", 1)
+    end = out(core, "a", 1, 0, ev.Item("r", (4,), "stop"))
+    assert [type(effect) for effect in end] == [ev.JournalTokens, ev.JournalFinish, ev.Deliver]
+    assert end[0] == ev.JournalTokens("r", 3, (4,), "a", 1, "")
+
+
+def test_each_journal_block_has_one_maker() -> None:
+    core = Core(Limits())
+    serve(core, "a", 0)
+    core.step(ev.Add("r", FRAMES), 0.0)
+    for seq, version in enumerate(["v1", "v1", "v2"]):
+        core.step(ev.Outputs("a", 0, "a-0", seq, (ev.Item("r", (seq,)),), version), 0.0)
+    blocks = of(core.step(ev.Abort(("r",)), 0.0), ev.JournalTokens)
+    assert blocks == [ev.JournalTokens("r", 2, (2,), "a", 0, "v2")]
+
+
+def test_the_same_id_twice_is_refused() -> None:
+    core = Core(Limits())
+    core.step(ev.Add("r", FRAMES), 0.0)
+    with pytest.raises(Refused):
+        core.step(ev.Add("r", FRAMES), 0.0)
+    assert core.counters.added == 1
+
+
+def test_a_session_stays_with_its_slot() -> None:
+    core = Core(Limits())
+    serve(core, "a", 0)
+    serve(core, "b", 0)
+    for i in range(6):
+        core.step(ev.Add(f"r{i}", FRAMES, session="s"), 0.0)
+    assert len(core.slots["a"].running) == 6
+    core.step(ev.Unregister("a", 0, removed=True), 0.0)
+    assert len(core.slots["b"].running) == 6
+
+
+@given(st.integers(1, 20), st.integers(0, 20))
+@settings(max_examples=50)
+def test_next_deadline_is_never_late(count: int, pause: int) -> None:
+    core = Core(Limits(home_s=5.0, waiting_s=10.0))
+    for i in range(count):
+        core.step(ev.Add(f"r{i}", FRAMES), float(i * pause))
+    while (due := core.next_deadline()) is not None:
+        before = len(core.requests)
+        core.step(ev.Tick(), due)
+        assert len(core.requests) < before
+    assert core.counters.failed == {"no_healthy_slot": count}
+
+
+def token(request_id: str, position: int) -> int:
+    return hash((request_id, position)) % 1000
+
+
+def length(request_id: str) -> int:
+    return 1 + int(request_id[1:]) % 6
+
+
+SLOTS = ("a", "b", "c")
+
+
+class Fleet(RuleBasedStateMachine):
+    """A core among model workers. Workers speak exactly as the wire promises; pipes may be read late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.core = Core(Limits(deaths=3, home_s=20.0, waiting_s=100.0, journal_every=2))
+        self.now = 0.0
+        self.made = 0
+        self.generation = dict.fromkeys(SLOTS, -1)
+        self.live: dict[str, str] = {}  # slot -> worker id
+        self.engines: dict[str, dict[str, int]] = {}  # worker id -> request id -> tokens so far
+        self.pipes: dict[str, list[ev.Outputs]] = {}
+        self.seq: dict[str, int] = {}
+        self.delivered: dict[str, list[int]] = {}
+        self.ended: dict[str, str] = {}
+        self.journal: dict[str, list[int]] = {}
+
+    def do(self, event: ev.Event) -> None:
+        for effect in self.core.step(event, self.now):
+            self.perform(effect, event)
+
+    def perform(self, effect: ev.Effect, event: ev.Event) -> None:
+        match effect:
+            case ev.SendAdd(worker_id=worker_id, request_id=request_id, prefix=prefix):
+                assert worker_id in self.live.values()
+                assert list(prefix) == self.delivered[request_id]
+                self.engines[worker_id][request_id] = len(prefix)
+            case ev.SendAbort(worker_id=worker_id, request_ids=ids):
+                for request_id in ids:
+                    self.engines[worker_id].pop(request_id, None)
+            case ev.Deliver(request_id=request_id, position=position):
+                assert isinstance(event, ev.Outputs)
+                item = event.items[position]
+                assert item.request_id == request_id
+                assert request_id not in self.ended
+                self.delivered[request_id] += item.tokens
+                if item.finish:
+                    assert self.journal[request_id] == self.delivered[request_id]
+                    self.ended[request_id] = item.finish
+            case ev.Fail(request_id=request_id, code=code):
+                assert request_id not in self.ended
+                self.ended[request_id] = code
+            case ev.JournalAdd(request_id=request_id):
+                self.journal[request_id] = []
+            case ev.JournalTokens(request_id=request_id, start=start, tokens=tokens):
+                assert start == len(self.journal[request_id])
+                self.journal[request_id] += tokens
+
+    @rule()
+    def add(self) -> None:
+        request_id = f"r{self.made}"
+        self.made += 1
+        self.delivered[request_id] = []
+        self.do(ev.Add(request_id, FRAMES, session="s" if self.made % 5 == 0 else ""))
+
+    @rule(slot=st.sampled_from(SLOTS))
+    def register(self, slot: str) -> None:
+        self.generation[slot] += 1
+        worker_id = f"{slot}-{self.generation[slot]}"
+        self.live[slot] = worker_id
+        self.engines[worker_id], self.pipes[worker_id], self.seq[worker_id] = {}, [], 0
+        self.do(ev.Register(slot, self.generation[slot], worker_id, "e"))
+        self.do(ev.Ready(slot, self.generation[slot], worker_id))
+
+    @rule(slot=st.sampled_from(SLOTS), removed=st.booleans(), cause=st.sampled_from(list(ev.Cause)))
+    def unregister(self, slot: str, removed: bool, cause: ev.Cause) -> None:
+        if self.generation[slot] >= 0:
+            self.live.pop(slot, None)
+            self.do(ev.Unregister(slot, self.generation[slot], cause, removed))
+
+    @rule(slot=st.sampled_from(SLOTS))
+    def stale_register(self, slot: str) -> None:
+        if self.generation[slot] >= 0:
+            with pytest.raises(Fenced):
+                self.do(ev.Register(slot, self.generation[slot], "impostor", "e"))
+                self.do(ev.Ready(slot, self.generation[slot], "impostor"))
+
+    @rule(slot=st.sampled_from(SLOTS))
+    def engine_step(self, slot: str) -> None:
+        worker_id = self.live.get(slot)
+        if worker_id is None:
+            return
+        items = []
+        for request_id, done in list(self.engines[worker_id].items()):
+            end = length(request_id)
+            fresh = (token(request_id, done),) if done < end else ()
+            finish = "length" if done + len(fresh) >= end else ""
+            items.append(ev.Item(request_id, fresh, finish))
+            self.engines[worker_id][request_id] = done + len(fresh)
+            if finish:
+                del self.engines[worker_id][request_id]
+        if items:
+            generation = int(worker_id.split("-")[1])
+            message = ev.Outputs(slot, generation, worker_id, self.seq[worker_id], tuple(items))
+            self.seq[worker_id] += 1
+            self.pipes[worker_id].append(message)
+
+    @precondition(lambda self: any(self.pipes.values()))
+    @rule(data=st.data())
+    def read_pipe(self, data: st.DataObject) -> None:
+        worker_id = data.draw(st.sampled_from([w for w, pipe in self.pipes.items() if pipe]))
+        self.do(self.pipes[worker_id].pop(0))
+
+    @precondition(lambda self: self.core.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(list(self.core.requests)))
+        self.ended[request_id] = "abort"
+        self.do(ev.Abort((request_id,)))
+
+    @rule(seconds=st.floats(0.0, 60.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        if (due := self.core.next_deadline()) is not None and due <= self.now:
+            self.do(ev.Tick())
+
+    @invariant()
+    def tokens_are_a_prefix_of_the_truth(self) -> None:
+        for request_id, tokens in self.delivered.items():
+            assert tokens == [token(request_id, i) for i in range(len(tokens))]
+
+    @invariant()
+    def live_and_ended_are_apart_and_complete(self) -> None:
+        live = set(self.core.requests)
+        assert live.isdisjoint(self.ended)
+        assert live | set(self.ended) == set(self.delivered)
+
+    @invariant()
+    def running_sets_match_states(self) -> None:
+        running = {r for slot in self.core.slots.values() for r in slot.running}
+        assert running == {i for i, r in self.core.requests.items() if r.state is RequestState.RUNNING}
+        assert self.core.waiting == len(self.core.requests) - len(running)
+
+    def teardown(self) -> None:
+        """One healthy slot and time are enough to bring every request to its one end."""
+        self.register("a")
+        for _ in range(40):
+            for slot in SLOTS:
+                self.engine_step(slot)
+            for pipe in self.pipes.values():
+                while pipe:
+                    self.do(pipe.pop(0))
+            if (due := self.core.next_deadline()) is not None:
+                self.now = max(self.now, due)
+                self.do(ev.Tick())
+        assert set(self.ended) == set(self.delivered)
+        for request_id, how in self.ended.items():
+            if how == "length":
+                assert len(self.delivered[request_id]) == length(request_id)
+
+
+Fleet.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestFleet = Fleet.TestCase
