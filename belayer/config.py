@@ -170,15 +170,24 @@ def _problems(config: Config) -> Any:
     for index, model in enumerate(config.model):
         folder = Path(model.path)
         if not (folder / "config.json").is_file():
-            yield f"model[{index}].path", f"{folder} holds no config.json (run `make setup` for the demo model)"
+            yield (
+                f"model[{index}].path",
+                f"{folder} holds no config.json (run `make setup` for the demo model)",
+            )
     for index, slot in enumerate(config.slot):
         where = f"slot[{index}]"
         if slot.model not in known:
             yield f"{where}.model", f"no [[model]] is named {slot.model!r}"
         if slot.device != "cpu":
-            yield f"{where}.device", f"{slot.device!r} is not supported by backend {config.gpuowner.backend!r}"
+            yield (
+                f"{where}.device",
+                f"{slot.device!r} is not supported by backend {config.gpuowner.backend!r}",
+            )
         if slot.hang_limit_s < 10 * config.policy.poll_s:
-            yield f"{where}.hang_limit_s", "must be at least 10 times policy.poll_s, or a late poll looks like a hang"
+            yield (
+                f"{where}.hang_limit_s",
+                "must be at least 10 times policy.poll_s, or a late poll looks like a hang",
+            )
         if slot.start_deadline_s <= slot.hang_limit_s:
             yield f"{where}.start_deadline_s", "must be longer than hang_limit_s"
     if config.router.request_deadline_s <= config.policy.fence_deadline_s + config.policy.step_deadline_s:

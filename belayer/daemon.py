@@ -53,7 +53,8 @@ class OnlyOne:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
             raise HostUnfit(
-                f"{name} already runs below {run} (pid {holder})", remedy="stop it, or set another BELAYER_ROOT"
+                f"{name} already runs below {run} (pid {holder})",
+                remedy="stop it, or set another BELAYER_ROOT",
             ) from why
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, str(os.getpid()).encode(), 0)
@@ -63,8 +64,14 @@ def run(main: Main) -> int:
     """Run ``main(stop)`` until it ends or a signal sets ``stop``; returns the exit code."""
     try:
         asyncio.run(_run(main))
-    except* (ConfigInvalid, HostUnfit) as group:
-        return say(_first(group))
+    except (ConfigInvalid, HostUnfit) as error:
+        return say(error)
+    except BaseExceptionGroup as group:
+        # A task group wraps what its tasks raise; an operator's mistake inside is still one sentence.
+        mistakes, broken = group.split((ConfigInvalid, HostUnfit))
+        if mistakes is None or broken is not None:
+            raise
+        return say(_first(mistakes))
     return 0
 
 
@@ -77,9 +84,12 @@ async def _run(main: Main) -> None:
     notify("STOPPING=1")
 
 
-def _first(group: BaseExceptionGroup[BelayerError]) -> BelayerError:
+def _first(group: BaseExceptionGroup[BaseException]) -> BelayerError:
     inner = group.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+    if isinstance(inner, BaseExceptionGroup):
+        return _first(inner)
+    assert isinstance(inner, BelayerError)
+    return inner
 
 
 def say(error: BelayerError) -> int:

@@ -35,9 +35,7 @@ class Beat:
     def __init__(self, path: Path) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def beat(
-        self, phase: str, step: int, waiting: int, running: int, tokens: int, deadline_s: float = 0.0
-    ) -> None:
+    def beat(self, phase: str, step: int, waiting: int, running: int, tokens: int, deadline_s: float = 0.0) -> None:
         pulse = Pulse(phase=phase, step=step, waiting=waiting, running=running, tokens=tokens, deadline_s=deadline_s)
         line = msgspec.json.encode(pulse)
         os.pwrite(self._fd, line.ljust(_SIZE - 1) + b"\n", 0)

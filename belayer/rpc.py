@@ -100,7 +100,7 @@ class Client:
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
         self._reader: asyncio.Task[None] | None = None
 
-    async def call(self, message: msgspec.Struct, reply: type[R], timeout: float = 10.0) -> R:
+    async def call(self, message: msgspec.Struct, reply: type[R], timeout: float = 10.0) -> R:  # noqa: ASYNC109
         """The reply, as ``reply``. Raises the peer's error by its code, DaemonUnreachable after ``timeout``
         seconds, BadMessage when the answer is of another type."""
         if self._reader is None:

@@ -22,7 +22,8 @@ class Incidents:
         path.chmod(0o600)
         self._db.execute("PRAGMA journal_mode=WAL")
         self._db.execute(
-            "CREATE TABLE IF NOT EXISTS incidents (id TEXT PRIMARY KEY, at REAL NOT NULL, slot TEXT NOT NULL, body BLOB NOT NULL)"
+            "CREATE TABLE IF NOT EXISTS incidents "
+            "(id TEXT PRIMARY KEY, at REAL NOT NULL, slot TEXT NOT NULL, body BLOB NOT NULL)"
         )
         self._db.execute(
             "CREATE TABLE IF NOT EXISTS transitions (n INTEGER PRIMARY KEY, at REAL NOT NULL, who TEXT NOT NULL, "

@@ -54,14 +54,38 @@ class Step(msgspec.Struct, frozen=True):
 STEPS: tuple[Step, ...] = (
     Step(Action.UNREGISTER, 1, "detect", OnFailure.RETRY, "nothing of the old generation is delivered any more"),
     Step(Action.FENCE, 2, "secure", OnFailure.QUARANTINE, "every process of the old tree seen dead", True),
-    Step(Action.OWNERS, 2, "secure", OnFailure.QUARANTINE, "both owners alive, weights sealed, digest as recorded"),
+    Step(
+        Action.OWNERS,
+        2,
+        "secure",
+        OnFailure.QUARANTINE,
+        "both owners alive, weights sealed, digest as recorded",
+    ),
     Step(Action.HEALTH, 2, "secure", OnFailure.QUARANTINE, "the device answers"),
-    Step(Action.LEASE, 2, "secure", OnFailure.QUARANTINE, "the arena is granted at a new epoch and mapped shared"),
+    Step(
+        Action.LEASE,
+        2,
+        "secure",
+        OnFailure.QUARANTINE,
+        "the arena is granted at a new epoch and mapped shared",
+    ),
     Step(Action.FLUSH, 2, "secure", OnFailure.QUARANTINE, "no cached block of the old main can be hit"),
     Step(Action.UNPARK, 3, "unpark", OnFailure.QUARANTINE, "graph memory is mapped again"),
     Step(Action.ORACLE, 3, "unpark", OnFailure.QUARANTINE, "one token equal to what the main recorded"),
-    Step(Action.BECOME, 4, "register", OnFailure.QUARANTINE, "the worker accepts requests in the new generation"),
-    Step(Action.REGISTER, 4, "register", OnFailure.RETRY, "the router sends to the new generation and resumes (step 5)"),
+    Step(
+        Action.BECOME,
+        4,
+        "register",
+        OnFailure.QUARANTINE,
+        "the worker accepts requests in the new generation",
+    ),
+    Step(
+        Action.REGISTER,
+        4,
+        "register",
+        OnFailure.RETRY,
+        "the router sends to the new generation and resumes (step 5)",
+    ),
 )
 
 BY_ACTION: dict[Action, Step] = {step.action: step for step in STEPS}

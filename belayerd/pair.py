@@ -1,21 +1,17 @@
-"""One slot as a joint table main x shadow: (state, event, now) -> state and ordered effects. Pure.
+"""The words of a slot: its joint states main x shadow, what can happen to it, what it can ask for. Data only.
 
-Every (state, event) pair is decided here, "ignore" and "refuse" included, with the states that it may lead to
-(TABLE); tests walk the table and stop after every effect. Effects are performed in order by the shell, and each
-``Perform``/``Spawn`` ends in exactly one event. ``Save`` comes before the effects that others can see: a belayerd
-that dies in between finds in the file what it may have begun, never less.
+belayerd.pair_table decides; the shell performs. Effects are performed in order, and each ``Perform`` or ``Spawn``
+ends in exactly one event.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
 
 from belayer.messages.worker import Oracle
-from belayerd import policy
-from belayerd.handover import BY_ACTION, Action, OnFailure, plan_for
+from belayerd.handover import Action
 
 
 class State(StrEnum):
@@ -55,7 +51,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
     """A handover under way: ``done`` actions of ``plan`` are complete. ``old`` is None for a first main.
-    ``detected_at`` is monotonic, ``at`` wall time of the fault as the event carried them."""
+    ``detected_at``: monotonic. ``serial`` counts the actions begun, so that the end of an abandoned one is stale."""
 
     incident_id: str
     cause: Cause
@@ -64,6 +60,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     done: int
     old: Ref | None
     detected_at: float
+    serial: int = 0
     timings: tuple[Timing, ...] = ()
 
     @property
@@ -72,8 +69,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """All that must survive belayerd. ``generation``: of the last main. ``spawning``: a Spawn is under way.
-    ``failed_starts``: in a row. ``last_failover``: monotonic time of the last handover that a failure caused."""
+    """All that must survive belayerd. ``generation``: of the last main. ``failed_starts``: in a row.
+    ``last_failover``: monotonic time of the last handover that a failure caused (same boot only)."""
 
     slot: str
     state: State = State.EMPTY
@@ -128,13 +125,18 @@ class WorkerLost(Event, frozen=True, kw_only=True):
 
 class ActionDone(Event, frozen=True, kw_only=True):
     action: Action
+    serial: int
     ms: float
     detail: str = ""
 
 
 class ActionFailed(Event, frozen=True, kw_only=True):
+    """``worker_gone``: the candidate died under the action, which says nothing about the device."""
+
     action: Action
+    serial: int
     reason: str
+    worker_gone: bool = False
 
 
 class HandoverAsked(Event, frozen=True, kw_only=True):
@@ -170,9 +172,10 @@ class Spawn(Effect, frozen=True, kw_only=True):
 
 
 class Perform(Effect, frozen=True, kw_only=True):
-    """Ends in ActionDone or ActionFailed."""
+    """Ends in ActionDone or ActionFailed. ``generation``: the one being made; the old main has the one before."""
 
     action: Action
+    serial: int
     worker: Ref | None
     old: Ref | None
     generation: int
@@ -223,412 +226,9 @@ class Alert(Effect, frozen=True, kw_only=True):
     reason: str
 
 
-Out = tuple[Pair, list[Effect]]
-Rule = Callable[[Pair, Event, float, policy.Limits], Out]
-
-
 class Refuse(Exception):
     """The event is an operator's wish that this state cannot grant; nothing changes."""
 
-
-def _set(pair: Pair, **changes: object) -> Pair:
-    return msgspec.structs.replace(pair, **changes)
-
-
-# --- rules ------------------------------------------------------------------------------------------------------
-
-
-def _ignore(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    return pair, []
-
-
-def _refuse(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    raise Refuse(f"slot {pair.slot} is {pair.state}" + (f" ({pair.reason})" if pair.reason else ""))
-
-
-def _start(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    return _set(pair, state=State.ARMING, reason=""), [Save(), Spawn()]
-
-
-def _again(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """The back-off before another start is over (nothing to do when a worker is on its way already)."""
-    return pair, [] if pair.shadow else [Spawn()]
-
-
-def _rearm(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    return _set(pair, state=State.REARMING), [Save(), Spawn()]
-
-
-def _spawned(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, Spawned)
-    if pair.shadow is not None:
-        return pair, [Kill(worker=event.worker)]
-    return _set(pair, shadow=event.worker), [Save()]
-
-
-def _spawned_unwanted(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, Spawned)
-    return pair, [Kill(worker=event.worker)]
-
-
-def _start_failed(pair: Pair, reason: str, limits: policy.Limits, without: State, again: State) -> Out:
-    failed = pair.failed_starts + 1
-    pair = _set(pair, shadow=None, failed_starts=failed, reason=reason)
-    if policy.gives_up(failed, limits):
-        reason = f"{failed} starts in a row failed, the last one: {reason}"
-        return _set(pair, state=without, reason=reason), [Save(), Alert(reason=reason)]
-    return _set(pair, state=again), [Save(), Wait(seconds=policy.backoff(failed, limits))]
-
-
-def _first_start_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, SpawnFailed)
-    return _start_failed(pair, event.reason, limits, State.EMPTY, State.ARMING)
-
-
-def _rearm_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, SpawnFailed)
-    return _start_failed(pair, event.reason, limits, State.EXPOSED, State.REARMING)
-
-
-def _candidate_ready(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """A worker is ready and no main serves: promote it, or go on with the handover that lost its candidate."""
-    assert isinstance(event, StandbyReady)
-    if pair.shadow is None or pair.shadow.worker_id != event.worker_id:
-        return pair, []
-    pair = _set(pair, failed_starts=0, reason="")
-    running = pair.running
-    if running is None:
-        running = Running(
-            incident_id=f"start-{event.worker_id}",
-            cause=Cause.START,
-            detail="first main",
-            plan=plan_for(has_old_main=False),
-            done=0,
-            old=None,
-            detected_at=now,
-        )
-    if pair.oracle is None or pair.oracle.weight_version != event.oracle.weight_version:
-        # The first worker of a weight version records the oracle that all later ones must equal (R5).
-        pair = _set(pair, oracle=event.oracle)
-    return _perform(_set(pair, state=State.HANDOVER, running=running))
-
-
-def _shadow_ready(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, StandbyReady)
-    if pair.shadow is None or pair.shadow.worker_id != event.worker_id:
-        return pair, []
-    return _set(pair, state=State.PROTECTED, failed_starts=0, reason=""), [Save()]
-
-
-def _perform(pair: Pair) -> Out:
-    """Save, then the next action of the running handover."""
-    running = pair.running
-    assert running is not None
-    action = running.action
-    assert action is not None
-    worker = pair.shadow if pair.state is State.HANDOVER else None
-    return pair, [
-        Save(),
-        Perform(action=action, worker=worker, old=running.old, generation=pair.generation + 1),
-    ]
-
-
-def _begin(pair: Pair, cause: Cause, detail: str, incident_id: str, now: float) -> Pair:
-    running = Running(
-        incident_id=incident_id,
-        cause=cause,
-        detail=detail,
-        plan=plan_for(has_old_main=True),
-        done=0,
-        old=pair.main,
-        detected_at=now,
-    )
-    return _set(pair, main=None, running=running)
-
-
-def _lost_protected(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """With a ready shadow: the handover proper; a lost shadow is only replaced."""
-    assert isinstance(event, WorkerLost)
-    if pair.shadow is not None and event.worker_id == pair.shadow.worker_id:
-        return _shadow_lost(pair, event, now, limits)
-    if pair.main is None or event.worker_id != pair.main.worker_id:
-        return pair, []
-    if policy.is_repeat(pair.last_failover, now, limits):
-        return _repeat(pair, event, now)
-    begun = _set(_begin(pair, event.cause, event.detail, event.incident_id, now), state=State.HANDOVER)
-    after, effects = _perform(begun)
-    assert after.running is not None
-    return after, [*effects, Record(running=after.running, outcome="open")]
-
-
-def _lost_unprotected(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """Main lost while no shadow is ready (degraded path): unregister and fence now, promote when one is."""
-    assert isinstance(event, WorkerLost)
-    if pair.shadow is not None and event.worker_id == pair.shadow.worker_id:
-        return _shadow_lost(pair, event, now, limits)
-    if pair.main is None or event.worker_id != pair.main.worker_id:
-        return pair, []
-    if policy.is_repeat(pair.last_failover, now, limits):
-        return _repeat(pair, event, now)
-    begun = _set(_begin(pair, event.cause, event.detail, event.incident_id, now), state=State.FENCING)
-    after, effects = _perform(begun)
-    assert after.running is not None
-    return after, [*effects, Record(running=after.running, outcome="open")]
-
-
-def _shadow_lost(pair: Pair, event: WorkerLost, now: float, limits: policy.Limits) -> Out:
-    assert pair.shadow is not None
-    after, effects = _start_failed(
-        pair, f"shadow lost: {event.detail}", limits, State.EXPOSED, State.REARMING
-    )
-    return after, [Kill(worker=pair.shadow), *effects]
-
-
-def _repeat(pair: Pair, event: WorkerLost, now: float) -> Out:
-    """A second failure inside the post-handover window is hardware (R7)."""
-    assert pair.last_failover is not None
-    ago = now - pair.last_failover
-    reason = f"second failure {ago:.1f} s after a handover: {event.cause}, {event.detail}"
-    begun = _begin(pair, event.cause, event.detail, event.incident_id, now)
-    assert begun.running is not None
-    return _quarantine(begun, reason)
-
-
-def _quarantine(pair: Pair, reason: str) -> Out:
-    running = pair.running
-    workers = [ref for ref in (running.old if running else None, pair.main, pair.shadow) if ref is not None]
-    effects: list[Effect] = [Save(), Withdraw(generation=pair.generation, reason=reason)]
-    effects += [Kill(worker=worker) for worker in workers]
-    effects += [QuarantineArena(reason=reason)]
-    if running is not None:
-        effects += [Record(running=running, outcome=f"quarantined: {reason}")]
-    effects += [Alert(reason=reason)]
-    after = _set(
-        pair, state=State.QUARANTINED, main=None, shadow=None, running=None, reason=reason, failed_starts=0
-    )
-    return after, effects
-
-
-def _candidate_lost(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """No main and the candidate died: another one. What the handover has done so far stays done, except what was
-    done *to the candidate*: those actions begin again with the next one."""
-    assert isinstance(event, WorkerLost)
-    if pair.shadow is None or event.worker_id != pair.shadow.worker_id:
-        return pair, []
-    worker = pair.shadow
-    running = pair.running
-    if running is not None:
-        # A candidate may have taken the lease before it died, so it is fenced like a main.
-        old, done = running.old or worker, running.plan.index(Action.FENCE)
-        held = running.done > running.plan.index(Action.LEASE)
-        if held:
-            old = worker
-        else:
-            done = min(running.done, running.plan.index(Action.OWNERS))
-        running = msgspec.structs.replace(running, done=done, old=old if held else running.old)
-    after, effects = _start_failed(
-        _set(pair, running=running), f"worker lost: {event.detail}", limits, State.EMPTY, State.ARMING
-    )
-    if after.state is State.EMPTY and running is not None:
-        after, more = _quarantine(after, after.reason)
-        return after, [Kill(worker=worker), *more]
-    return after, [Kill(worker=worker), *effects]
-
-
-def _fencing_lost(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """The worker that was starting died while the old main is being fenced: forget it, the fence goes on."""
-    assert isinstance(event, WorkerLost)
-    if pair.shadow is None or event.worker_id != pair.shadow.worker_id:
-        return pair, []
-    return _set(pair, shadow=None), [Kill(worker=pair.shadow), Save()]
-
-
-def _fencing_ready(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """Ready while the old main is still being fenced: go on as a handover; the pending action's end drives it."""
-    assert isinstance(event, StandbyReady)
-    if pair.shadow is None or pair.shadow.worker_id != event.worker_id:
-        return pair, []
-    return _set(pair, state=State.HANDOVER, failed_starts=0), [Save()]
-
-
-def _note(running: Running, event: ActionDone) -> Running:
-    timing = Timing(action=event.action, ms=event.ms, detail=event.detail)
-    return msgspec.structs.replace(running, done=running.done + 1, timings=(*running.timings, timing))
-
-
-def _fencing_done(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, ActionDone)
-    running = pair.running
-    if running is None or event.action is not running.action:
-        return pair, []
-    running = _note(running, event)
-    pair = _set(pair, running=running)
-    if running.action is not None and running.plan.index(Action.FENCE) >= running.done:
-        return _perform(pair)
-    # Fenced: the rest needs a worker. One that is starting already is waited for, else one is started.
-    after = _set(pair, state=State.ARMING)
-    return after, [Save()] if pair.shadow else [Save(), Spawn()]
-
-
-def _handover_done(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, ActionDone)
-    running = pair.running
-    if running is None or event.action is not running.action:
-        return pair, []
-    running = _note(running, event)
-    pair = _set(pair, running=running)
-    if running.action is not None:
-        return _perform(pair)
-    failed = running.cause in (Cause.DEATH, Cause.HANG, Cause.STUCK)
-    after = _set(
-        pair,
-        state=State.REARMING,
-        generation=pair.generation + 1,
-        main=pair.shadow,
-        shadow=None,
-        running=None,
-        handovers=pair.handovers + (running.cause is not Cause.START),
-        last_failover=now if failed else pair.last_failover,
-    )
-    # The new main serves from here on; re-arming starts at once so that the slot is exposed for seconds only.
-    return after, [Save(), Record(running=running, outcome="served"), Spawn()]
-
-
-def _action_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, ActionFailed)
-    running = pair.running
-    if running is None or event.action is not running.action:
-        return pair, []
-    if BY_ACTION[event.action].on_failure is OnFailure.RETRY:
-        return _set(pair, reason=f"{event.action}: {event.reason}"), [Wait(seconds=limits.retry_s)]
-    return _quarantine(pair, f"{event.action} failed: {event.reason}")
-
-
-def _retry(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    return _perform(_set(pair, reason=""))
-
-
-def _asked(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """A planned handover is the same path; the old main is fenced like a dead one."""
-    assert isinstance(event, HandoverAsked)
-    begun = _set(
-        _begin(pair, Cause.OPERATOR, event.reason, event.incident_id, now), state=State.HANDOVER
-    )
-    after, effects = _perform(begun)
-    assert after.running is not None
-    return after, [*effects, Record(running=after.running, outcome="open")]
-
-
-def _restored(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    after = _set(pair, state=State.ARMING, reason="", last_failover=None, failed_starts=0)
-    return after, [RestoreArena(), Save(), Spawn()]
-
-
-def _announce(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert pair.main is not None
-    return pair, [Announce(worker=pair.main, generation=pair.generation)]
-
-
-S = State
-# (state, event) -> (rule, states it may lead to). Total: tests/tables walks every pair.
-TABLE: dict[tuple[State, type[Event]], tuple[Rule, frozenset[State]]] = {}
-
-
-def _row(state: State, event: type[Event], rule: Rule, *to: State) -> None:
-    TABLE[state, event] = (rule, frozenset(to) if to else frozenset({state}))
-
-
-_row(S.EMPTY, Wanted, _start, S.ARMING)
-_row(S.EMPTY, Spawned, _spawned_unwanted)
-_row(S.EMPTY, SpawnFailed, _ignore)
-_row(S.EMPTY, StandbyReady, _ignore)
-_row(S.EMPTY, WorkerLost, _ignore)
-_row(S.EMPTY, ActionDone, _ignore)
-_row(S.EMPTY, ActionFailed, _ignore)
-_row(S.EMPTY, HandoverAsked, _refuse)
-_row(S.EMPTY, RestoreAsked, _start, S.ARMING)
-_row(S.EMPTY, BackoffOver, _ignore)
-_row(S.EMPTY, RouterBack, _ignore)
-
-_row(S.ARMING, Wanted, _again)
-_row(S.ARMING, Spawned, _spawned)
-_row(S.ARMING, SpawnFailed, _first_start_failed, S.ARMING, S.EMPTY)
-_row(S.ARMING, StandbyReady, _candidate_ready, S.HANDOVER, S.ARMING)
-_row(S.ARMING, WorkerLost, _candidate_lost, S.ARMING, S.EMPTY, S.QUARANTINED)
-_row(S.ARMING, ActionDone, _ignore)
-_row(S.ARMING, ActionFailed, _ignore)
-_row(S.ARMING, HandoverAsked, _refuse)
-_row(S.ARMING, RestoreAsked, _refuse)
-_row(S.ARMING, BackoffOver, _again)
-_row(S.ARMING, RouterBack, _ignore)
-
-_row(S.HANDOVER, Wanted, _retry)
-_row(S.HANDOVER, Spawned, _spawned_unwanted)
-_row(S.HANDOVER, SpawnFailed, _ignore)
-_row(S.HANDOVER, StandbyReady, _ignore)
-_row(S.HANDOVER, WorkerLost, _candidate_lost, S.HANDOVER, S.ARMING, S.EMPTY, S.QUARANTINED)
-_row(S.HANDOVER, ActionDone, _handover_done, S.HANDOVER, S.REARMING)
-_row(S.HANDOVER, ActionFailed, _action_failed, S.HANDOVER, S.QUARANTINED)
-_row(S.HANDOVER, HandoverAsked, _refuse)
-_row(S.HANDOVER, RestoreAsked, _refuse)
-_row(S.HANDOVER, BackoffOver, _retry)
-_row(S.HANDOVER, RouterBack, _ignore)
-
-for _state, _next in ((S.EXPOSED, S.EXPOSED), (S.REARMING, S.REARMING), (S.PROTECTED, S.PROTECTED)):
-    _row(_state, ActionDone, _ignore)
-    _row(_state, ActionFailed, _ignore)
-    _row(_state, RouterBack, _announce)
-
-_row(S.EXPOSED, Wanted, _rearm, S.REARMING)
-_row(S.EXPOSED, Spawned, _spawned_unwanted)
-_row(S.EXPOSED, SpawnFailed, _ignore)
-_row(S.EXPOSED, StandbyReady, _ignore)
-_row(S.EXPOSED, WorkerLost, _lost_unprotected, S.EXPOSED, S.FENCING, S.QUARANTINED)
-_row(S.EXPOSED, HandoverAsked, _refuse)
-_row(S.EXPOSED, RestoreAsked, _rearm, S.REARMING)
-_row(S.EXPOSED, BackoffOver, _rearm, S.REARMING)
-
-_row(S.REARMING, Wanted, _again)
-_row(S.REARMING, Spawned, _spawned)
-_row(S.REARMING, SpawnFailed, _rearm_failed, S.REARMING, S.EXPOSED)
-_row(S.REARMING, StandbyReady, _shadow_ready, S.PROTECTED, S.REARMING)
-_row(S.REARMING, WorkerLost, _lost_unprotected, S.REARMING, S.EXPOSED, S.FENCING, S.QUARANTINED)
-_row(S.REARMING, HandoverAsked, _refuse)
-_row(S.REARMING, RestoreAsked, _refuse)
-_row(S.REARMING, BackoffOver, _again)
-
-_row(S.PROTECTED, Wanted, _ignore)
-_row(S.PROTECTED, Spawned, _spawned_unwanted)
-_row(S.PROTECTED, SpawnFailed, _ignore)
-_row(S.PROTECTED, StandbyReady, _ignore)
-_row(S.PROTECTED, WorkerLost, _lost_protected, S.PROTECTED, S.REARMING, S.EXPOSED, S.HANDOVER, S.QUARANTINED)
-_row(S.PROTECTED, HandoverAsked, _asked, S.HANDOVER)
-_row(S.PROTECTED, RestoreAsked, _refuse)
-_row(S.PROTECTED, BackoffOver, _ignore)
-
-_row(S.FENCING, Wanted, _retry)
-_row(S.FENCING, Spawned, _spawned)
-_row(S.FENCING, SpawnFailed, _ignore)
-_row(S.FENCING, StandbyReady, _fencing_ready, S.FENCING, S.HANDOVER)
-_row(S.FENCING, WorkerLost, _fencing_lost)
-_row(S.FENCING, ActionDone, _fencing_done, S.FENCING, S.ARMING)
-_row(S.FENCING, ActionFailed, _action_failed, S.FENCING, S.QUARANTINED)
-_row(S.FENCING, HandoverAsked, _refuse)
-_row(S.FENCING, RestoreAsked, _refuse)
-_row(S.FENCING, BackoffOver, _retry)
-_row(S.FENCING, RouterBack, _ignore)
-
-_row(S.QUARANTINED, Wanted, _ignore)
-_row(S.QUARANTINED, Spawned, _spawned_unwanted)
-_row(S.QUARANTINED, SpawnFailed, _ignore)
-_row(S.QUARANTINED, StandbyReady, _ignore)
-_row(S.QUARANTINED, WorkerLost, _ignore)
-_row(S.QUARANTINED, ActionDone, _ignore)
-_row(S.QUARANTINED, ActionFailed, _ignore)
-_row(S.QUARANTINED, HandoverAsked, _refuse)
-_row(S.QUARANTINED, RestoreAsked, _restored, S.ARMING)
-_row(S.QUARANTINED, BackoffOver, _ignore)
-_row(S.QUARANTINED, RouterBack, _ignore)
 
 EVENTS: tuple[type[Event], ...] = (
     Wanted,
@@ -643,12 +243,3 @@ EVENTS: tuple[type[Event], ...] = (
     BackoffOver,
     RouterBack,
 )
-
-
-def step(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """Decide. Raises Refuse for an operator's wish that this state cannot grant."""
-    rule, may_become = TABLE[pair.state, type(event)]
-    after, effects = rule(pair, event, now, limits)
-    if after.state not in may_become:
-        raise AssertionError(f"{pair.state} on {type(event).__name__} became {after.state}: not in the table")
-    return after, effects

@@ -159,4 +159,3 @@ Reply = (
     | Done
     | ErrorReply
 )
-
