@@ -1,0 +1,53 @@
+"""Memory of the CPU backend: one memfd per allocation.
+
+The pages live as long as any descriptor or mapping of them does, so a worker's kill loses nothing.
+Readers get an O_RDONLY re-open: a shared mapping of it cannot be made writable, so a stray write is
+SIGSEGV in the writer and never a changed weight. Nothing has a name in the file system, so nothing can be
+left over there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from gpuowner.vmem import MAP_NORESERVE, MAP_SHARED, PROT_READ, PROT_WRITE, Mapping
+
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # fcntl.h; in Python's fcntl only where the libc headers had them
+F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_WRITE, F_SEAL_FUTURE_WRITE = 0x2, 0x4, 0x8, 0x10
+
+
+class Memfd:
+    """``nbytes`` of zeroes that can neither shrink (a truncated mapping is SIGBUS) nor grow."""
+
+    name = "memfd"
+
+    def __init__(self, label: str, nbytes: int) -> None:
+        if nbytes <= 0:
+            raise ValueError(f"allocation {label!r} of {nbytes} bytes")
+        self.nbytes = nbytes
+        self.fd = os.memfd_create(f"belayer-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, nbytes)
+        # A re-open through /proc checks the inode's mode: without this, a reader under our uid could open
+        # it writable.
+        os.fchmod(self.fd, 0o400)
+        fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+
+    def map_writable(self) -> Mapping:
+        """The owner's own mapping; make it before ``seal_writes``, which forbids new ones."""
+        return Mapping(self.fd, self.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE)
+
+    def seal_writes(self) -> None:
+        """No write(2) and no new writable shared mapping from now on, by anyone; existing ones keep theirs
+        (F_SEAL_FUTURE_WRITE, fcntl(2)). F_SEAL_WRITE would be refused with EBUSY while one exists."""
+        fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+
+    def seals(self) -> int:
+        return fcntl.fcntl(self.fd, F_GET_SEALS)
+
+    def reader_fd(self) -> int:
+        """A new read-only descriptor; the caller closes it."""
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self.fd)
