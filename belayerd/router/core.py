@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from belayer.errors import ErrorCode, Fenced, Refused
 from belayerd.router import events as ev
-from belayerd.router.records import Counters, Request, RequestState, ResumeNote, Slot, SlotState
+from belayerd.router.records import Counters, Request, RequestState, ResumeNote, Slot, SlotState, Span
 
 Effects = list[ev.Effect]
 
@@ -201,9 +201,9 @@ class Core:
         self, request: Request, slot: Slot, item: ev.Item, position: int, version: str, now: float, out: Effects
     ) -> None:
         maker = (slot.name, slot.generation, version or slot.weight_version)
-        if maker != request.maker:
-            self._journal_tokens(request, out)
-            request.maker = maker
+        if item.tokens and (not request.spans or request.spans[-1][1:] != maker):
+            self._journal_tokens(request, out)  # a journal block has one maker
+            request.spans.append(Span(len(request.tokens), *maker))
         request.tokens.extend(item.tokens)
         slot.tokens_total += len(item.tokens)
         self.counters.tokens += len(item.tokens)
@@ -222,8 +222,20 @@ class Core:
     def _journal_tokens(self, request: Request, out: Effects) -> None:
         fresh = tuple(request.tokens[request.journaled :])
         if fresh:
-            out.append(ev.JournalTokens(request.request_id, request.journaled, fresh, *request.maker))
+            out.append(ev.JournalTokens(request.request_id, request.journaled, fresh, *request.spans[-1][1:]))
             request.journaled = len(request.tokens)
+
+    def live_records(self) -> Effects:
+        """What a new journal segment begins with, so that older segments may be deleted at any time."""
+        out: Effects = []
+        for request in self.requests.values():
+            out.append(ev.JournalAdd(request.request_id, request.external_id, request.frames))
+            ends = [*(span.start for span in request.spans[1:]), request.journaled]
+            for span, end in zip(request.spans, ends, strict=False):
+                block = tuple(request.tokens[span.start : min(end, request.journaled)])
+                if block:
+                    out.append(ev.JournalTokens(request.request_id, span.start, block, *span[1:]))
+        return out
 
     def _torn_link(self, slot: Slot, now: float) -> Effects:
         """A message of a live worker is missing or came twice: nothing more from it can be trusted to be in order."""

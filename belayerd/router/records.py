@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class RequestState(StrEnum):
@@ -39,6 +40,15 @@ SLOT_NEXT: dict[SlotState, frozenset[SlotState]] = {
 }
 
 
+class Span(NamedTuple):
+    """Tokens from position ``start`` up to the next span were made by this worker with this weight version."""
+
+    start: int
+    slot: str
+    generation: int
+    weight_version: str
+
+
 @dataclass(slots=True)
 class Request:
     """A live request: what it takes to give it again to any worker."""
@@ -56,7 +66,7 @@ class Request:
     given: int = 0  # how often a worker has been given it
     waiting_since: float = 0.0
     roams: bool = False  # waited for its own slot long enough: any slot may take it
-    maker: tuple[str, int, str] = ("", 0, "")  # slot, generation, weight version of tokens[journaled:]
+    spans: list[Span] = field(default_factory=list)  # who made which tokens; spans[i].start grows
 
     def move(self, to: RequestState) -> None:
         if to not in REQUEST_NEXT[self.state]:

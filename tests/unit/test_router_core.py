@@ -325,7 +325,6 @@ class Fleet(RuleBasedStateMachine):
         if self.generation[slot] >= 0:
             with pytest.raises(Fenced):
                 self.do(ev.Register(slot, self.generation[slot], "impostor", "e"))
-                self.do(ev.Ready(slot, self.generation[slot], "impostor"))
 
     @rule(slot=st.sampled_from(SLOTS))
     def engine_step(self, slot: str) -> None:

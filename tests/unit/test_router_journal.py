@@ -1,0 +1,122 @@
+"""The journal: what was appended is read back, whatever byte the writer died at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from belayerd.router import events as ev
+from belayerd.router.core import Core, Limits
+from belayerd.router.journal import Add, Finish, Journal, Record, Tokens, read, records, segments
+
+ROWS: list[Record] = [
+    Add("r1", "client-1", (b"\x00\xffframe", b"second"), 12.5),
+    Tokens("r1", 0, tuple(range(300)), "slot0", 3, "7"),
+    Tokens("r1", 300, (5, 6), "slot0", 4, "7", b"rows"),
+    Add("r2", "", (b"f",), 13.0),
+    Finish("r1", "stop", 302, 14.0),
+]
+
+
+def journal(folder: Path, live: list[Record] | None = None, max_bytes: int = 1 << 20) -> Journal:
+    return Journal(folder, "abcd", max_bytes, lambda: live or [])
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    journal(tmp_path).append(ROWS)
+    (path,) = segments(tmp_path)
+    assert list(records(path))[1:] == ROWS
+    story = read(tmp_path).stories["r1"]
+    assert story.tokens == [*range(300), 5, 6]
+    assert story.spans == [(0, "slot0", 3, "7"), (300, "slot0", 4, "7")]
+    assert (story.reason, story.external_id, story.frames) == ("stop", "client-1", ROWS[0].frames)
+    assert read(tmp_path).stories["r2"].reason == ""
+
+
+def test_a_tail_torn_at_any_byte_keeps_all_whole_records(tmp_path: Path) -> None:
+    journal(tmp_path).append(ROWS)
+    (path,) = segments(tmp_path)
+    data = path.read_bytes()
+    ends, unpacker = [], msgpack.Unpacker(raw=True)
+    unpacker.feed(data)
+    for _ in unpacker:
+        ends.append(unpacker.tell())
+    for cut in range(len(data) + 1):
+        path.write_bytes(data[:cut])
+        damage: list[str] = []
+        assert len(list(records(path, damage))) == sum(end <= cut for end in ends)
+        assert damage == []
+
+
+@pytest.mark.parametrize("garbage", [b"\x00" * 64, b"\xc1", b"\x92\x00\xc4\x01a", b"\x92\x01\x02"])
+def test_damage_ends_a_segment_and_is_named(tmp_path: Path, garbage: bytes) -> None:
+    journal(tmp_path).append(ROWS[:2])
+    (path,) = segments(tmp_path)
+    with path.open("ab") as file:
+        file.write(garbage)
+    reading = read(tmp_path)
+    assert len(reading.stories["r1"].tokens) == 300
+    assert len(reading.damage) == 1
+    assert path.name in reading.damage[0]
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_flipped_bit_is_never_read_as_a_record(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("journal")
+    journal(folder).append(ROWS)
+    (path,) = segments(folder)
+    raw = bytearray(path.read_bytes())
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(raw)
+    got = list(records(path, []))[1:]
+    assert got == ROWS[: len(got)]
+
+
+def test_segments_are_capped_and_each_begins_with_the_live_requests(tmp_path: Path) -> None:
+    live: list[Record] = [Add("live", "x", (b"f" * 50,), 1.0), Tokens("live", 0, (1, 2, 3), "s", 0, "")]
+    writer = journal(tmp_path, live, max_bytes=64 << 10)
+    writer.append(live)
+    for i in range(2000):
+        writer.append([Add(f"r{i}", "", (b"f" * 100,), 1.0), Finish(f"r{i}", "stop", 0, 1.0)])
+    assert sum(path.stat().st_size for path in segments(tmp_path)) <= 64 << 10
+    assert len(segments(tmp_path)) > 2
+    stories = read(tmp_path).stories
+    assert stories["live"].tokens == [1, 2, 3]
+    assert "r1999" in stories
+    assert "r0" not in stories
+
+
+def test_a_block_after_a_hole_is_never_spliced(tmp_path: Path) -> None:
+    journal(tmp_path).append([ROWS[0], Tokens("r1", 0, (1, 2), "s", 0, ""), Tokens("r1", 5, (9,), "s", 0, "")])
+    assert read(tmp_path).stories["r1"].tokens == [1, 2]
+
+
+def test_a_bad_disk_is_counted_and_the_next_append_recovers(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    writer = journal(folder)
+    folder.rmdir()
+    writer.append(ROWS)
+    assert writer.failures == 1
+    assert "journal" in writer.last_error
+    folder.mkdir()
+    writer.append(ROWS)
+    assert read(folder).stories["r1"].reason == "stop"
+
+
+def test_live_records_are_what_the_journal_already_holds() -> None:
+    core = Core(Limits(journal_every=2))
+    core.step(ev.Register("a", 0, "w", "e"), 0.0)
+    core.step(ev.Ready("a", 0, "w"), 0.0)
+    core.step(ev.Add("r", (b"f",), "ext"), 0.0)
+    for seq, (version, token) in enumerate([("1", 10), ("1", 11), ("2", 12), ("2", 13), ("2", 14)]):
+        core.step(ev.Outputs("a", 0, "w", seq, (ev.Item("r", (token,)),), version), 0.0)
+    assert core.live_records() == [
+        ev.JournalAdd("r", "ext", (b"f",)),
+        ev.JournalTokens("r", 0, (10, 11), "a", 0, "1"),
+        ev.JournalTokens("r", 2, (12, 13), "a", 0, "2"),
+    ]
