@@ -168,32 +168,34 @@ def session_pids(leader: int) -> list[int]:
     return found
 
 
-def kill_tree(cgroups: Cgroups, worker_id: str, pid: int, pidfd: int, deadline_s: float) -> tuple[int, list[int]]:
+def kill_tree(
+    cgroups: Cgroups, worker_id: str, pid: int, pidfd: int | None, deadline_s: float
+) -> tuple[int, list[int]]:
     """SIGKILL the whole tree of a worker and wait until all of it is dead. Blocking: use a thread.
 
-    Returns (processes seen dead, pids still alive at the deadline). A stopped process dies of SIGKILL as well.
+    ``pidfd`` None: the leader has ended, what it left behind has not necessarily. Returns (processes seen dead,
+    pids still alive at the deadline). A stopped process dies of SIGKILL as well.
     """
-    pids = cgroups.pids(worker_id) if cgroups.base is not None else session_pids(pid)
-    fds: dict[int, int] = {}
-    for other in pids:
+    fds: dict[int, int] = {} if pidfd is None else {pidfd: pid}
+    own: list[int] = []
+    for other in cgroups.pids(worker_id) if cgroups.base is not None else session_pids(pid):
         if other == pid:
             continue
         try:
-            fds[os.pidfd_open(other)] = other
+            own.append(os.pidfd_open(other))
         except ProcessLookupError:
             continue  # it ended between the listing and here
+        fds[own[-1]] = other
     try:
         cgroups.kill(worker_id)
-        for fd in [pidfd, *fds]:
-            _sigkill(fd)
-        alive = wait_dead([pidfd, *fds], deadline_s)
-        left = [fds.get(fd, pid) for fd in alive]
-    finally:
         for fd in fds:
+            _sigkill(fd)
+        left = [fds[fd] for fd in wait_dead(list(fds), deadline_s)]
+    finally:
+        for fd in own:
             os.close(fd)
-    if not left and not cgroups.empty(worker_id):
-        left = cgroups.pids(worker_id)
-    return 1 + len(fds) - len(left), left
+    left = left or cgroups.pids(worker_id)
+    return len(fds) - len(left), left
 
 
 def _sigkill(pidfd: int) -> None:

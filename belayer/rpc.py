@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from belayer import wire
+from belayer.clock import monotonic
 from belayer.errors import BadMessage, BelayerError, DaemonUnreachable, from_code
 from belayer.messages.common import ErrorReply
 
@@ -95,6 +96,7 @@ class Client:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, _HWM)
         self._socket.set(zmq.RECONNECT_IVL, 20)
+        self._socket.set(zmq.IMMEDIATE, 1)  # a call to a daemon that is down must not arrive when it is back
         self._socket.connect(f"ipc://{path}")
         self._next = 0
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
@@ -152,18 +154,22 @@ class SyncClient:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.IMMEDIATE, 1)
         self._socket.connect(f"ipc://{path}")
         self._next = 0
 
     def call(self, message: msgspec.Struct, reply: type[R], timeout: float = 10.0) -> R:
+        """As Client.call."""
+        deadline = monotonic() + timeout
         self._next += 1
         call = self._next.to_bytes(8, "little")
-        self._socket.send_multipart([call, wire.encode(message)])
-        # Late answers of earlier, timed-out calls carry their own call id and are passed over.
-        while self._socket.poll(int(timeout * 1000)):
-            frames = self._socket.recv_multipart()
-            if len(frames) == 2 and frames[0] == call:
-                return decode_reply(frames[1], reply)
+        if self._socket.poll(int(timeout * 1000), zmq.POLLOUT):
+            self._socket.send_multipart([call, wire.encode(message)])
+            # Late answers of earlier, timed-out calls carry their own call id and are passed over.
+            while self._socket.poll(max(0, int((deadline - monotonic()) * 1000))):
+                frames = self._socket.recv_multipart()
+                if len(frames) == 2 and frames[0] == call:
+                    return decode_reply(frames[1], reply)
         raise DaemonUnreachable(
             f"no answer from {self._path} to {type(message).__name__} in {timeout:g} s",
             remedy="is the daemon running?",

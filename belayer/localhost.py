@@ -1,0 +1,197 @@
+"""All daemons of a host below a private root, as plain child processes: for the demo, tests and benchmarks.
+
+On a real host systemd does this (systemd/). Each daemon is started as its own process, is ready when its socket
+answers ``Ping``, and is stopped by SIGTERM, then SIGKILL; the zygote and the workers, which outlive belayerd by
+design, are ended by their control group or session.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from belayer import procs, statefile
+from belayer.clock import monotonic
+from belayer.errors import BelayerError, DaemonUnreachable
+from belayer.messages.common import Ping, Pong
+from belayer.messages.control import HostStatus, HostStatusReply
+from belayer.paths import Paths
+from belayer.rpc import call_sync
+from belayer.seqpacket import SeqClient
+
+T = TypeVar("T")
+
+OWNERS = ("gpuowner@weights", "gpuowner@kv")
+ROLLOUT = (*OWNERS, "belayer-router", "belayerd")
+ALL = (*ROLLOUT, "envkeeper")
+
+_COMMANDS = {
+    "gpuowner@weights": ["gpuowner", "--kind", "weights"],
+    "gpuowner@kv": ["gpuowner", "--kind", "kv"],
+    "belayer-router": ["belayerd.router"],
+    "belayerd": ["belayerd"],
+    "envkeeper": ["envkeeper"],
+}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def demo_config(model: Path, port: int, slots: int = 2, *, extra_slot: str = "", extra: str = "") -> str:
+    """A small TOML for CPU slots: what examples, tests and benchmarks run."""
+    parts = [f'[[model]]\nname = "smollm2"\npath = "{model}"\ndtype = "float32"\n']
+    parts += [
+        f'[[slot]]\nname = "slot{n}"\nmodel = "smollm2"\nkv_bytes = {128 << 20}\nmax_model_len = 2048\n{extra_slot}\n'
+        for n in range(slots)
+    ]
+    return "\n".join([f"[router]\nport = {port}\n", *parts, extra])
+
+
+class LocalHost:
+    """Start with ``start()``, always end with ``stop()`` (or use as a context manager)."""
+
+    def __init__(self, root: Path, config: str) -> None:
+        self.root = root
+        self.paths = Paths(root).make()
+        self.paths.config.write_text(config)
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> LocalHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self, daemons: tuple[str, ...] = ALL) -> None:
+        for name in daemons:
+            self.spawn(name)
+
+    def spawn(self, name: str) -> subprocess.Popen[bytes]:
+        """Start one daemon (again); its stderr goes to state/log/NAME.log."""
+        command = [sys.executable, "-m", *_COMMANDS[name], "--config", str(self.paths.config)]
+        log = os.open(self.paths.log(name), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        env = {**os.environ, "BELAYER_ROOT": str(self.root)}
+        try:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+            )
+        finally:
+            os.close(log)
+        self._children[name] = child
+        return child
+
+    def pid(self, name: str) -> int:
+        return self._children[name].pid
+
+    def kill9(self, name: str) -> None:
+        """SIGKILL one daemon and see it dead."""
+        child = self._children[name]
+        child.kill()
+        child.wait(10)
+
+    def wait(self, what: str, probe: Callable[[], T | None], within: float) -> T:
+        """The first answer that is not None. A daemon that has ended meanwhile is an error at once."""
+        deadline, pause = monotonic() + within, threading.Event()
+        while True:
+            answer = probe()
+            if answer is not None:
+                return answer
+            for name, child in self._children.items():
+                if child.poll() is not None:
+                    raise BelayerError(
+                        f"{name} ended with {child.returncode} while waiting for {what}: {self.tail(name)}"
+                    )
+            if monotonic() > deadline:
+                raise BelayerError(f"no {what} within {within:g} s", remedy=f"see {self.paths.state / 'log'}")
+            pause.wait(0.05)
+
+    def tail(self, name: str, lines: int = 3) -> str:
+        text = self.paths.log(name).read_text(errors="replace").strip().splitlines()
+        return " | ".join(text[-lines:])
+
+    def answers(self, path: Path) -> bool | None:
+        try:
+            call_sync(path, Ping(), Pong, 1.0)
+        except DaemonUnreachable:
+            return None
+        return True
+
+    def owner_answers(self, kind: str) -> bool | None:
+        try:
+            client = SeqClient(self.paths.owner_sock(kind), 1.0)
+            client.call(Ping(), Pong)
+            client.close()
+        except DaemonUnreachable:
+            return None
+        return True
+
+    def status(self) -> HostStatusReply:
+        return call_sync(self.paths.belayerd_sock, HostStatus(), HostStatusReply, 5.0)
+
+    def until(self, what: str, fact: Callable[[HostStatusReply], bool], within: float) -> HostStatusReply:
+        """Wait until the host status shows a fact."""
+
+        def probe() -> HostStatusReply | None:
+            try:
+                status = self.status()
+            except DaemonUnreachable:
+                return None
+            return status if fact(status) else None
+
+        return self.wait(what, probe, within)
+
+    def until_protected(self, within: float = 300.0) -> HostStatusReply:
+        return self.until("protected slots", lambda s: bool(s.slots) and all(row.protected for row in s.slots), within)
+
+    def stop(self) -> None:
+        """End everything below this root and see it dead."""
+        last = self._last_status()
+        for child in reversed(list(self._children.values())):
+            child.terminate()
+        for child in self._children.values():
+            try:
+                child.wait(10)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait(10)
+        self._children.clear()
+        pids = [worker.pid for slot in last.slots for worker in slot.workers] if last else []
+        pids += self._sessions()
+        fds = []
+        for pid in pids:
+            try:
+                fds.append(os.pidfd_open(pid))
+                signal.pidfd_send_signal(fds[-1], signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        procs.wait_dead(fds, 10.0)
+        for fd in fds:
+            os.close(fd)
+
+    def _last_status(self) -> HostStatusReply | None:
+        saved = statefile.load(self.paths.status_file, HostStatusReply)
+        return saved if isinstance(saved, HostStatusReply) else None
+
+    def _sessions(self) -> list[int]:
+        """Processes that carry this root in their environment: the zygote and workers between two status files."""
+        needle = f"BELAYER_ROOT={self.root}\0".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                if needle in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except (FileNotFoundError, ProcessLookupError, PermissionError):
+                continue
+        return found

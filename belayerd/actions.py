@@ -1,0 +1,192 @@
+"""What each action of a handover does. Every one is idempotent: a belayerd killed inside it performs it again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from belayer.errors import HandoverFailed, LeaseRefused, OwnerGone, WeightsTorn
+from belayer.messages.common import Done
+from belayer.messages.router import RegisterWorker, UnregisterWorker
+from belayer.messages.worker import (
+    BecomeMain,
+    CheckOracle,
+    FlushCache,
+    Oracle,
+    OracleReply,
+    TakeArena,
+    Unpark,
+    WorkerStatus,
+    WorkerStatusReply,
+)
+from belayer.paths import Paths
+from belayer.procs import Cgroups, kill_tree
+from belayer.rpc import Client
+from belayerd.handover import BY_ACTION, Action
+from belayerd.links import OwnerLink, WorkerLink
+from belayerd.pair import Ref
+
+
+class Target(msgspec.Struct, kw_only=True):
+    """What an action works on. ``link``/``pidfd`` are of the worker being promoted and of the old main."""
+
+    slot: str
+    model: str
+    generation: int
+    worker: Ref | None
+    link: WorkerLink | None
+    old: Ref | None
+    old_pidfd: int | None
+    oracle: Oracle | None
+
+
+class Actions:
+    """Performs actions for all slots; ``perform`` returns what was really done, or raises a BelayerError."""
+
+    def __init__(
+        self, paths: Paths, router: Client, cgroups: Cgroups, step_deadline_s: float, fence_deadline_s: float
+    ) -> None:
+        self._paths, self._router, self._cgroups = paths, router, cgroups
+        self._step_s, self._fence_s = step_deadline_s, fence_deadline_s
+        self.weights = OwnerLink(paths, "weights", step_deadline_s)
+        self.kv = OwnerLink(paths, "kv", step_deadline_s)
+        self._table: dict[Action, Callable[[Target], Awaitable[str]]] = {
+            Action.UNREGISTER: self._unregister,
+            Action.FENCE: self._fence,
+            Action.OWNERS: self._owners,
+            Action.HEALTH: self._health,
+            Action.LEASE: self._lease,
+            Action.FLUSH: self._flush,
+            Action.UNPARK: self._unpark,
+            Action.ORACLE: self._oracle,
+            Action.BECOME: self._become,
+            Action.REGISTER: self._register,
+        }
+
+    async def perform(self, action: Action, target: Target) -> str:
+        deadline = self._fence_s + 1 if BY_ACTION[action].fence_deadline else self._step_s
+        try:
+            async with asyncio.timeout(deadline):
+                return await self._table[action](target)
+        except TimeoutError as why:
+            raise HandoverFailed(f"{action} did not end in {deadline:g} s") from why
+
+    async def _unregister(self, target: Target) -> str:
+        message = UnregisterWorker(slot=target.slot, generation=target.generation - 1, reason="handover")
+        done = await self._router.call(message, Done, self._step_s)
+        return done.detail
+
+    async def _fence(self, target: Target) -> str:
+        said = "no old tree"
+        if target.old is not None:
+            dead, alive = await asyncio.to_thread(
+                kill_tree, self._cgroups, target.old.worker_id, target.old.pid, target.old_pidfd, self._fence_s
+            )
+            if alive:
+                raise HandoverFailed(
+                    f"old tree of {target.old.worker_id} not dead in {self._fence_s:g} s: pids {alive}",
+                    kept="the arena stays with its old holder",
+                )
+            said = f"{dead} process(es) of {target.old.worker_id} seen dead"
+        return f"{said}; {await self._free_arena(target.slot)}"
+
+    async def _free_arena(self, slot: str) -> str:
+        arena = await self.kv.arena(slot)
+        if arena is None:
+            return "arena not made yet"
+        if arena.state == "leased":
+            arena = await self.kv.begin_fence(slot, arena.epoch)
+        if arena.state == "fencing":
+            arena = await self.kv.end_fence(slot, arena.epoch)
+        if arena.state != "free":
+            raise LeaseRefused(f"arena of {slot} is {arena.state} (holder {arena.holder or 'none'})")
+        return f"arena free at epoch {arena.epoch}"
+
+    async def _owners(self, target: Target) -> str:
+        assert target.link is not None
+        weights, kv = await asyncio.gather(self.weights.status(), self.kv.status())
+        info = next((row for row in weights.weights if row.model == target.model), None)
+        if info is None:
+            raise OwnerGone(f"the weights owner (pid {weights.pid}) does not hold {target.model}")
+        if info.state != "sealed":
+            raise WeightsTorn(f"weights of {target.model} are {info.state}, not sealed")
+        worker = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
+        if worker.weights_digest != info.digest or worker.weight_version != info.version:
+            raise WeightsTorn(
+                f"{worker.worker_id} maps version {worker.weight_version} ({worker.weights_digest[:12]}), "
+                f"the owner holds {info.version} ({info.digest[:12]})"
+            )
+        return f"weights pid {weights.pid} v{info.version} {info.digest[:12]}, kv pid {kv.pid}"
+
+    async def _health(self, target: Target) -> str:
+        # A CPU has no error counters of its own to read; the oracle on the real arena is its check.
+        return "cpu: no device counters; proven by the oracle"
+
+    async def _lease(self, target: Target) -> str:
+        assert target.link is not None
+        arena = await self.kv.arena(target.slot)
+        if arena is None:
+            raise LeaseRefused(f"the kv owner has no arena for {target.slot}")
+        mine = target.worker is not None and arena.state == "leased" and arena.holder == target.worker.worker_id
+        if arena.state != "free" and not mine:
+            raise LeaseRefused(f"arena of {target.slot} is {arena.state} (holder {arena.holder or 'none'})")
+        if mine:
+            return f"epoch {arena.epoch}, leased before"
+        done = await target.link.call(TakeArena(epoch=arena.epoch), Done, self._step_s)
+        return f"epoch {arena.epoch}, mapped shared in {done.ms:.2f} ms"
+
+    async def _flush(self, target: Target) -> str:
+        assert target.link is not None
+        return (await target.link.call(FlushCache(), Done, self._step_s)).detail
+
+    async def _unpark(self, target: Target) -> str:
+        assert target.link is not None
+        return (await target.link.call(Unpark(), Done, self._step_s)).detail
+
+    async def _oracle(self, target: Target) -> str:
+        assert target.link is not None
+        reply = await target.link.call(CheckOracle(expected=target.oracle), OracleReply, self._step_s)
+        if not reply.equal:
+            raise HandoverFailed(f"oracle gave {reply.oracle}, the main had recorded {target.oracle}")
+        return f"token {reply.oracle.token} logprob {reply.oracle.logprob:.4f} equal"
+
+    async def _become(self, target: Target) -> str:
+        assert target.link is not None
+        return (await target.link.call(BecomeMain(generation=target.generation), Done, self._step_s)).detail
+
+    async def _register(self, target: Target) -> str:
+        assert target.worker is not None
+        return await self.announce(target.slot, target.model, target.worker, target.generation, target.oracle)
+
+    async def announce(self, slot: str, model: str, worker: Ref, generation: int, oracle: Oracle | None) -> str:
+        message = RegisterWorker(
+            slot=slot,
+            generation=generation,
+            worker_id=worker.worker_id,
+            endpoint=f"ipc://{self._paths.worker_sock(worker.worker_id)}",
+            model=model,
+            weight_version=oracle.weight_version if oracle else 0,
+        )
+        return (await self._router.call(message, Done, self._step_s)).detail
+
+    async def withdraw(self, slot: str, generation: int, reason: str) -> None:
+        message = UnregisterWorker(slot=slot, generation=generation, gone=True, reason=reason)
+        await self._router.call(message, Done, self._step_s)
+
+    async def kill(self, worker: Ref, pidfd: int | None) -> str:
+        dead, alive = await asyncio.to_thread(
+            kill_tree, self._cgroups, worker.worker_id, worker.pid, pidfd, self._fence_s
+        )
+        return f"{dead} dead, {len(alive)} alive {alive or ''}".strip()
+
+    async def quarantine(self, slot: str, reason: str) -> None:
+        arena = await self.kv.arena(slot)
+        if arena is not None and arena.state != "quarantined":
+            await self.kv.quarantine(slot, arena.epoch, reason)
+
+    async def restore(self, slot: str) -> None:
+        arena = await self.kv.arena(slot)
+        if arena is not None and arena.state == "quarantined":
+            await self.kv.restore(slot, arena.epoch)

@@ -1,0 +1,133 @@
+"""belayerd's wires to the others: workers (zmq), the zygote and the owners (SEQPACKET). No decisions here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from belayer import wire
+from belayer.errors import DaemonUnreachable, WorkerFailed
+from belayer.messages.owner import (
+    ArenaInfo,
+    BeginFence,
+    EndFence,
+    Hello,
+    OwnerStatus,
+    OwnerStatusReply,
+    QuarantineArena,
+    RestoreArena,
+    Role,
+    Welcome,
+)
+from belayer.messages.worker import Spawned, SpawnWorker
+from belayer.paths import Paths
+from belayer.rpc import decode_reply
+from belayer.seqpacket import SeqClient
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+_IDENTITY = b"belayerd"  # the worker tells its control peer from router fronts by this
+
+
+class WorkerLink:
+    """Control plane of one worker. Its socket is the worker's only one, so a worker inside a step answers after it."""
+
+    def __init__(self, context: zmq.asyncio.Context, path: Path) -> None:
+        self._path = path
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.IDENTITY, _IDENTITY)
+        self._socket.set(zmq.RECONNECT_IVL, 20)  # ms; the worker binds its endpoint while we already wait
+        self._socket.set(zmq.RECONNECT_IVL_MAX, 200)
+        self._socket.connect(f"ipc://{path}")
+        self._next = 0
+        self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        self._reader = asyncio.create_task(self._receive())
+
+    async def call(self, message: msgspec.Struct, reply: type[R], within: float) -> R:
+        self._next += 1
+        call = self._next.to_bytes(8, "little")
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[call] = future
+        try:
+            async with asyncio.timeout(within):
+                await self._socket.send_multipart([b"ctl", call, wire.encode(message)])
+                data = await future
+        except TimeoutError as why:
+            raise WorkerFailed(
+                f"worker at {self._path.stem} did not answer {type(message).__name__} in {within:g} s"
+            ) from why
+        finally:
+            self._waiting.pop(call, None)
+        return decode_reply(data, reply)
+
+    async def _receive(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            future = self._waiting.get(frames[1]) if len(frames) == 3 and frames[0] == b"ctl" else None
+            if future is not None and not future.done():
+                future.set_result(frames[2])
+
+    def close(self) -> None:
+        self._reader.cancel()
+        self._socket.close()
+
+
+def spawn(paths: Paths, message: SpawnWorker, within: float) -> tuple[Spawned, int]:
+    """Ask the zygote for a worker; returns its reply and the child's pidfd. Blocking."""
+    client = SeqClient(paths.zygote_sock, within)
+    try:
+        reply, fds = client.call(message, Spawned)
+    finally:
+        client.close()
+    if len(fds) != 1:
+        for fd in fds:
+            os.close(fd)
+        raise DaemonUnreachable(f"the zygote sent {len(fds)} descriptors with Spawned, expected the pidfd")
+    return reply, fds[0]
+
+
+class OwnerLink:
+    """Admin connection to one owner; made anew for each call, so that an owner's restart is no special case."""
+
+    def __init__(self, paths: Paths, kind: str, within: float) -> None:
+        self._path, self._within = paths.owner_sock(kind), within
+
+    async def status(self) -> OwnerStatusReply:
+        return await self._call(OwnerStatus(), OwnerStatusReply)
+
+    async def begin_fence(self, slot: str, epoch: int) -> ArenaInfo:
+        return await self._call(BeginFence(slot=slot, epoch=epoch), ArenaInfo)
+
+    async def end_fence(self, slot: str, epoch: int) -> ArenaInfo:
+        return await self._call(EndFence(slot=slot, epoch=epoch), ArenaInfo)
+
+    async def quarantine(self, slot: str, epoch: int, reason: str) -> ArenaInfo:
+        return await self._call(QuarantineArena(slot=slot, epoch=epoch, reason=reason), ArenaInfo)
+
+    async def restore(self, slot: str, epoch: int) -> ArenaInfo:
+        return await self._call(RestoreArena(slot=slot, epoch=epoch), ArenaInfo)
+
+    async def arena(self, slot: str) -> ArenaInfo | None:
+        status = await self.status()
+        return next((arena for arena in status.arenas if arena.slot == slot), None)
+
+    async def _call(self, message: Any, reply: type[R]) -> R:
+        return await asyncio.to_thread(self._blocking, message, reply)
+
+    def _blocking(self, message: Any, reply: type[R]) -> R:
+        client = SeqClient(self._path, self._within)
+        try:
+            client.call(Hello(role=Role.ADMIN, who="belayerd"), Welcome)
+            answer, fds = client.call(message, reply)
+        finally:
+            client.close()
+        for fd in fds:
+            os.close(fd)
+        return answer

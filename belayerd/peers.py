@@ -1,0 +1,118 @@
+"""The daemons that belayerd depends on: it starts the zygote, and notices when the router is another instance."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from belayer import procs
+from belayer.errors import BelayerError, DaemonUnreachable
+from belayer.messages.common import Ping, Pong
+from belayer.messages.router import RouterStatus, RouterStatusReply
+from belayer.paths import Paths
+from belayer.rpc import Client
+from belayer.seqpacket import SeqClient
+
+_PING_S = 5.0
+_IMPORT_S = 120.0  # importing vLLM takes 8-12 s of CPU, far longer on a busy host
+
+
+class Zygote:
+    """Keeps one zygote alive: adopts a running one, starts one when there is none, replaces one that died."""
+
+    def __init__(self, paths: Paths, config_path: Path, log: Any) -> None:
+        self._paths, self._config_path, self._log = paths, config_path, log
+        self.ready = asyncio.Event()
+        self.pid = 0
+        self.restarts = -1
+
+    async def run(self) -> None:
+        while True:
+            pid = await asyncio.to_thread(self._ping)
+            if pid is None:
+                pid = await self._start()
+            self.pid = pid
+            self.restarts += 1
+            self.ready.set()
+            self._log.info("zygote ready", pid=pid)
+            await self._death(pid)
+            self.ready.clear()
+            self._log.warning("zygote died; workers live on, a new one is started", pid=pid)
+
+    def _ping(self) -> int | None:
+        try:
+            client = SeqClient(self._paths.zygote_sock, _PING_S)
+        except DaemonUnreachable:
+            return None
+        try:
+            return client.call(Ping(), Pong)[0].pid
+        except DaemonUnreachable:
+            return None
+        finally:
+            client.close()
+
+    async def _start(self) -> int:
+        # In a session of its own and without our pipes: it outlives us, and so do its workers.
+        log = os.open(self._paths.log("zygote"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        command = [sys.executable, "-m", "belayerd.worker.zygote", "--config", str(self._config_path)]
+        try:
+            child = await asyncio.to_thread(
+                subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        finally:
+            os.close(log)
+        waited = 0.0
+        while child.poll() is None and waited < _IMPORT_S:
+            pid = await asyncio.to_thread(self._ping)
+            if pid is not None:
+                return pid
+            await asyncio.sleep(0.1)
+            waited += 0.1
+        raise DaemonUnreachable(
+            f"the zygote did not come up (exit code {child.poll()})", remedy=f"see {self._paths.log('zygote')}"
+        )
+
+    async def _death(self, pid: int) -> None:
+        try:
+            fd = procs.open_pidfd(pid, procs.start_time(pid))
+        except BelayerError:
+            return
+        loop, dead = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(fd, dead.set)
+        try:
+            await dead.wait()
+        finally:
+            loop.remove_reader(fd)
+            os.close(fd)
+
+
+class RouterPeer:
+    """Polls the router; tells ``back`` when it is another instance than the one before."""
+
+    def __init__(self, client: Client, back: Callable[[], None], log: Any) -> None:
+        self._client, self._back, self._log = client, back, log
+        self.status: RouterStatusReply | None = None
+        self._instance = ""
+
+    async def run(self) -> None:
+        while True:
+            try:
+                self.status = await self._client.call(RouterStatus(), RouterStatusReply, 2.0)
+            except DaemonUnreachable:
+                if self.status is not None:
+                    self._log.warning("router does not answer")
+                self.status = None
+            else:
+                self._notice(self.status.instance)
+            await asyncio.sleep(0.5)
+
+    def _notice(self, instance: str) -> None:
+        if instance != self._instance:
+            self._log.info("router", instance=instance)
+            self._instance = instance
+            self._back()

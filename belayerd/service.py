@@ -1,0 +1,228 @@
+"""belayerd: the supervisor. Starts the zygote, runs one shell per slot, answers belayerctl."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq.asyncio
+
+from belayer import log as logs
+from belayer import procs, statefile
+from belayer.clock import Stopwatch, wall
+from belayer.config import Config
+from belayer.daemon import OnlyOne, new_instance, notify
+from belayer.errors import BelayerError, DaemonUnreachable, HandoverFailed, Refused, SlotUnknown
+from belayer.messages.common import Done, FaultProof, Ping, Pong
+from belayer.messages.control import (
+    Handover,
+    HostStatus,
+    HostStatusReply,
+    IncidentList,
+    IncidentReply,
+    InjectWorkerFault,
+    ListIncidents,
+    Request,
+    RestoreSlot,
+)
+from belayer.messages.owner import OwnerStatusReply
+from belayer.paths import Paths
+from belayer.rpc import Client, Server
+from belayer.story import Incidents
+from belayerd.actions import Actions
+from belayerd.peers import RouterPeer, Zygote
+from belayerd.slot import SlotShell
+from belayerd.watch import sweep
+
+_STOPPED = frozenset("Tt")
+
+
+class Supervisor:
+    """One host's belayerd. ``run(stop)`` until the event is set; workers go on without it (promise O1)."""
+
+    def __init__(self, paths: Paths, config: Config, config_path: Path) -> None:
+        self._paths, self._config = paths, config
+        self._log = logs.setup("belayerd")
+        self._lock = OnlyOne(paths.run, "belayerd")
+        self._instance = new_instance()
+        self._context = zmq.asyncio.Context()
+        self._router = Client(paths.router_sock, self._context)
+        tag = hashlib.sha256(str(paths.run).encode()).hexdigest()[:8]
+        self._cgroups = procs.Cgroups(tag)
+        self._incidents = Incidents(paths.incidents)
+        policy = config.policy
+        self._actions = Actions(paths, self._router, self._cgroups, policy.step_deadline_s, policy.fence_deadline_s)
+        self._slots = {
+            slot.name: SlotShell(
+                slot, policy, paths, self._actions, self._cgroups, self._context, self._incidents, self._log
+            )
+            for slot in config.slot
+        }
+        self._zygote = Zygote(paths, config_path, self._log)
+        self._router_peer = RouterPeer(self._router, self._router_back, self._log)
+        self._owners: tuple[OwnerStatusReply, ...] = ()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        self._log.info("start", instance=self._instance, fence=self._cgroups.kind, slots=len(self._slots))
+        await self._sweep_orphans()
+        server = Server(self._paths.belayerd_sock, Request, self._handle)
+        async with asyncio.TaskGroup() as group:
+            work = [group.create_task(server.serve()), group.create_task(self._router_peer.run())]
+            work += [group.create_task(self._write_status()), group.create_task(self._zygote.run())]
+            starter = group.create_task(self._start_slots(group, work))
+            notify("READY=1")
+            await stop.wait()
+            starter.cancel()
+            for task in work:
+                task.cancel()
+        self._log.info("stop", kept="workers, zygote and owners go on")
+        for slot in self._slots.values():
+            slot.close()
+        self._router.close()
+        self._context.destroy(linger=0)
+        self._incidents.close()
+
+    async def _start_slots(self, group: asyncio.TaskGroup, work: list[asyncio.Task[None]]) -> None:
+        """Adopted slots at once; new ones when the zygote is up and their weights are sealed."""
+        for slot in self._slots.values():
+            if slot.known_workers():
+                work.append(group.create_task(slot.run()))
+        await self._zygote.ready.wait()
+        for slot in self._slots.values():
+            if not slot.known_workers():
+                await self._sealed(slot.config.model)
+                work.append(group.create_task(slot.run()))
+
+    async def _sealed(self, model: str) -> None:
+        waited = 0.0
+        while waited < self._config.policy.owner_deadline_s:
+            try:
+                status = await self._actions.weights.status()
+            except DaemonUnreachable:
+                status = None
+            if status and any(row.model == model and row.state == "sealed" for row in status.weights):
+                return
+            await asyncio.sleep(0.1)
+            waited += 0.1
+        raise HandoverFailed(
+            f"weights of {model} are not sealed after {waited:.0f} s", remedy="is gpuowner@weights running?"
+        )
+
+    async def _sweep_orphans(self) -> None:
+        """Kill workers that no saved pair knows: a belayerd was killed between the fork and the save."""
+        known = set().union(*(slot.known_workers() for slot in self._slots.values()))
+        folder = self._cgroups.base
+        found = {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder else set()
+        found |= {path.stem for path in (self._paths.run / "w").glob("*.sock")}
+        for worker_id in found - known:
+            pids = self._cgroups.pids(worker_id)
+            self._cgroups.kill(worker_id)
+            fds = [os.pidfd_open(pid) for pid in pids if procs.start_time(pid)]
+            await asyncio.to_thread(procs.wait_dead, fds, self._config.policy.fence_deadline_s)
+            for fd in fds:
+                os.close(fd)
+            sweep(self._paths, self._cgroups, worker_id)
+            self._log.info("orphan swept", worker=worker_id, killed=len(pids))
+
+    def _router_back(self) -> None:
+        for slot in self._slots.values():
+            slot.router_back()
+
+    # --- status ---
+
+    async def _write_status(self) -> None:
+        while True:
+            self._owners = await self._ask_owners()
+            statefile.save(self._paths.status_file, self._status(), durable=False)
+            await asyncio.sleep(1.0)
+
+    async def _ask_owners(self) -> tuple[OwnerStatusReply, ...]:
+        found = []
+        for link in (self._actions.weights, self._actions.kv):
+            try:
+                found.append(await link.status())
+            except BelayerError as why:
+                self._log.warning("owner does not answer", why=str(why))
+        return tuple(found)
+
+    def _status(self) -> HostStatusReply:
+        slots = tuple(slot.view() for slot in self._slots.values())
+        router = self._router_peer.status
+        alive = len(self._owners) == 2 and router is not None
+        return HostStatusReply(
+            host=self._config.host.name,
+            pid=os.getpid(),
+            instance=self._instance,
+            at=wall(),
+            slots=slots,
+            router=router.instance if router else "",
+            router_url=router.url if router else f"http://{self._config.router.host}:{self._config.router.port}",
+            owners=self._owners,
+            zygote=f"pid {self._zygote.pid}" if self._zygote.ready.is_set() else "starting",
+            healthy=alive and all(slot.protected for slot in slots),
+        )
+
+    # --- requests ---
+
+    async def _handle(self, message: Any) -> msgspec.Struct:
+        match message:
+            case Ping():
+                return Pong(daemon="belayerd", pid=os.getpid(), instance=self._instance)
+            case HostStatus():
+                return self._status()
+            case Handover():
+                deadline = self._config.policy.fence_deadline_s + 10 * self._config.policy.step_deadline_s
+                return IncidentReply(incident=await self._slot(message.slot).ask_handover(message.reason, deadline))
+            case ListIncidents():
+                return IncidentList(incidents=tuple(self._incidents.latest(message.limit)))
+            case InjectWorkerFault():
+                return await self._inject(message)
+            case RestoreSlot():
+                self._slot(message.slot).restore()
+                return Done(detail="starting again")
+            case _:
+                raise Refused(f"belayerd does not answer {type(message).__name__}")
+
+    def _slot(self, name: str) -> SlotShell:
+        if name not in self._slots:
+            raise SlotUnknown(f"no slot {name!r}", remedy=f"slots: {', '.join(self._slots) or 'none'}")
+        return self._slots[name]
+
+    async def _inject(self, message: InjectWorkerFault) -> FaultProof:
+        """Break a worker on purpose and prove it: a fault that did not happen proves nothing."""
+        slot = self._slot(message.slot)
+        watched = slot.target(message.role)
+        numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+        if message.kind not in numbers:
+            raise Refused(f"no worker fault {message.kind!r}", remedy="kill or stop")
+        slot.mark_injected(watched.ref.worker_id)
+        watch, pid = Stopwatch(), watched.ref.pid
+        fd = os.dup(watched.pidfd)
+        try:
+            signal.pidfd_send_signal(fd, numbers[message.kind])
+            seen = await asyncio.to_thread(_prove, fd, pid, message.kind)
+        finally:
+            os.close(fd)
+        self._log.warning("injected", fault=message.kind, worker=watched.ref.worker_id, seen=seen)
+        return FaultProof(fault=message.kind, target=watched.ref.worker_id, pid=pid, seen=seen, ms=watch.ms())
+
+
+def _prove(pidfd: int, pid: int, kind: str) -> str:
+    """Blocking: until the fault is seen, at most 5 s."""
+    if kind == "kill":
+        if procs.wait_dead([pidfd], 5.0):
+            raise HandoverFailed(f"pid {pid} did not die of SIGKILL in 5 s")
+        return f"pid {pid}: pidfd readable, process has ended"
+    watch = Stopwatch()
+    while watch.ms() < 5000:
+        now = procs.state(pid)
+        if now in _STOPPED:
+            return f"pid {pid}: state {now} in /proc"
+        if not now:
+            raise HandoverFailed(f"pid {pid} ended before it could be stopped")
+    raise HandoverFailed(f"pid {pid} was not stopped in 5 s (state {procs.state(pid)})")

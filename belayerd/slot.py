@@ -1,0 +1,373 @@
+"""The shell of one slot: one inbox, one consumer; it performs what belayerd.pair_table decides.
+
+Producers (pidfds, heartbeats, ends of actions, the operator) only put events into the inbox. ``Perform``, ``Spawn``
+and ``Wait`` become tasks whose end is exactly one event; everything else is done at once and in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import zmq.asyncio
+
+from belayer import procs, statefile
+from belayer.clock import Stopwatch, monotonic, wall
+from belayer.config import Policy, Slot
+from belayer.errors import BelayerError, HandoverFailed, Refused, WorkerFailed, WorkerGone
+from belayer.ids import new_incident_id, new_worker_id
+from belayer.messages.control import Incident, SlotView, StepTiming, WorkerView
+from belayer.messages.worker import SpawnWorker, WorkerState, WorkerStatus, WorkerStatusReply
+from belayer.paths import Paths
+from belayer.story import Incidents
+from belayerd import pair as p
+from belayerd import pair_table, policy
+from belayerd.actions import Actions, Target
+from belayerd.handover import BY_ACTION
+from belayerd.links import spawn
+from belayerd.watch import Watched, sweep
+
+
+class SlotShell:
+    """One slot of this host. ``run`` is its life; ``ask_handover`` and friends are for the rpc handler."""
+
+    def __init__(
+        self,
+        slot: Slot,
+        limits: Policy,
+        paths: Paths,
+        actions: Actions,
+        cgroups: procs.Cgroups,
+        context: zmq.asyncio.Context,
+        incidents: Incidents,
+        log: Any,
+    ) -> None:
+        self.config, self._paths, self._actions, self._cgroups = slot, paths, actions, cgroups
+        self._context, self._incidents, self._log = context, incidents, log.bind(slot=slot.name)
+        self._poll_s = limits.poll_s
+        self._limits = policy.Limits(
+            repeat_window_s=limits.repeat_window_s,
+            restart_budget=limits.restart_budget,
+            restart_backoff_s=limits.restart_backoff_s,
+            hang_limit_s=slot.hang_limit_s,
+            start_deadline_s=slot.start_deadline_s,
+        )
+        self._inbox: asyncio.Queue[p.Event] = asyncio.Queue()
+        self._watched: dict[str, Watched] = {}
+        self._waiters: dict[str, asyncio.Future[Incident]] = {}
+        self._injected: set[str] = set()
+        self._since = wall()
+        self._served_at = 0.0
+        self.rearm_ms = 0.0
+        self.last_incident: Incident | None = None
+        self.pair = self._load()
+
+    # --- life ---
+
+    def _load(self) -> p.Pair:
+        """The saved pair, or a new one. After a reboot every worker is gone and monotonic times mean nothing."""
+        saved = statefile.load(self._paths.slot_state(self.config.name), p.Pair)
+        boot = procs.boot_id()
+        if saved is None or saved.boot_id != boot:
+            return p.Pair(slot=self.config.name, boot_id=boot, generation=saved.generation if saved else 0)
+        return saved  # type: ignore[no-any-return]
+
+    def known_workers(self) -> set[str]:
+        running = self.pair.running
+        refs = (self.pair.main, self.pair.shadow, running.old if running else None)
+        return {ref.worker_id for ref in refs if ref is not None}
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            self._adopt()
+            group.create_task(self._look())
+            await self._consume()
+
+    def _adopt(self) -> None:
+        """Take up the workers of the saved state again (promise O1); those that have ended are events."""
+        running = self.pair.running
+        if running is not None and running.old is not None:
+            self._watch(running.old, lost_matters=False)
+        for ref in (self.pair.main, self.pair.shadow):
+            if ref is not None and not self._watch(ref, lost_matters=True):
+                self._lost(ref.worker_id, p.Cause.DEATH, f"pid {ref.pid} ended while belayerd was down")
+        if self.pair.shadow is not None and self.pair.shadow.worker_id in self._watched:
+            self._group.create_task(self._await_standby(self.pair.shadow))
+        self._inbox.put_nowait(p.Wanted())
+
+    def _watch(self, ref: p.Ref, *, lost_matters: bool, pidfd: int | None = None) -> bool:
+        try:
+            fd = procs.open_pidfd(ref.pid, ref.start_time) if pidfd is None else pidfd
+        except WorkerGone:
+            return False
+        self._watched[ref.worker_id] = Watched(
+            ref, fd, self._paths, self._context, self._lost if lost_matters else lambda *_: None
+        )
+        return True
+
+    def _lost(self, worker_id: str, cause: p.Cause, detail: str) -> None:
+        incident = new_incident_id()
+        self._inbox.put_nowait(p.WorkerLost(worker_id=worker_id, cause=cause, detail=detail, incident_id=incident))
+
+    async def _look(self) -> None:
+        while True:
+            now = monotonic()
+            for watched in list(self._watched.values()):
+                watched.look(now, self._limits)
+            await asyncio.sleep(self._poll_s)
+
+    async def _consume(self) -> None:
+        while True:
+            event = await self._inbox.get()
+            try:
+                after, effects = pair_table.step(self.pair, event, monotonic(), self._limits)
+            except p.Refuse as why:
+                self._answer_refused(event, str(why))
+                continue
+            self._note(event, after)
+            self.pair = after
+            for effect in effects:
+                await self._do(effect)
+            self._forget_unknown()
+
+    def _note(self, event: p.Event, after: p.Pair) -> None:
+        before = self.pair.state
+        if after.state is before:
+            return
+        self._since = wall()
+        if after.state is p.State.PROTECTED and before is p.State.REARMING:
+            self.rearm_ms = (monotonic() - self._served_at) * 1e3 if self._served_at else 0.0
+        name = type(event).__name__
+        self._incidents.transition(wall(), self.pair.slot, before, after.state, name, after.generation)
+        self._log.info("transition", before=before, after=after.state, on=name, generation=after.generation)
+
+    def _forget_unknown(self) -> None:
+        """Close and sweep workers that the pair no longer has and that have ended."""
+        for worker_id in set(self._watched) - self.known_workers():
+            watched = self._watched[worker_id]
+            if watched.dead:
+                watched.close()
+                del self._watched[worker_id]
+                sweep(self._paths, self._cgroups, worker_id)
+
+    # --- effects ---
+
+    async def _do(self, effect: p.Effect) -> None:
+        match effect:
+            case p.Save():
+                # Not fsynced: a state file matters to the next belayerd of this boot only (kill -9 keeps the page
+                # cache), and after a power cut no worker is left to adopt.
+                statefile.save(self._paths.slot_state(self.pair.slot), self.pair, durable=False)
+            case p.Spawn():
+                self._group.create_task(self._spawn())
+            case p.Perform():
+                self._group.create_task(self._perform(effect))
+            case p.Wait():
+                self._group.create_task(self._wait(effect.seconds))
+            case p.Record():
+                self._record(effect)
+            case p.Alert():
+                self._log.error("alert", reason=effect.reason)
+            case p.Kill():
+                watched = self._watched.get(effect.worker.worker_id)
+                said = await self._actions.kill(effect.worker, watched.pidfd if watched else None)
+                self._log.info("killed", worker=effect.worker.worker_id, seen=said)
+            case p.Announce():
+                await self._try(
+                    "announce",
+                    self._actions.announce(
+                        self.pair.slot, self.config.model, effect.worker, effect.generation, self.pair.oracle
+                    ),
+                )
+            case p.Withdraw():
+                withdraw = self._actions.withdraw(self.pair.slot, effect.generation, effect.reason)
+                await self._try("withdraw", withdraw)
+            case p.QuarantineArena():
+                await self._try("quarantine", self._actions.quarantine(self.pair.slot, effect.reason))
+            case p.RestoreArena():
+                await self._try("restore", self._actions.restore(self.pair.slot))
+            case _:
+                raise AssertionError(f"no shell for {effect}")
+
+    async def _try(self, what: str, work: Any) -> None:
+        """A peer that is down is no reason to stop: it is told again when it is back, and the log says so."""
+        try:
+            await work
+        except BelayerError as why:
+            self._log.warning("peer did not take it", what=what, why=str(why))
+
+    async def _wait(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self._inbox.put_nowait(p.BackoffOver())
+
+    async def _spawn(self) -> None:
+        worker_id = new_worker_id(self.config.name)
+        message = SpawnWorker(worker_id=worker_id, slot=self.config.name, cgroup=self._cgroups.make(worker_id))
+        try:
+            reply, pidfd = await asyncio.to_thread(spawn, self._paths, message, self._limits.start_deadline_s)
+        except BelayerError as why:
+            self._cgroups.remove(worker_id)
+            self._inbox.put_nowait(p.SpawnFailed(reason=str(why)))
+            return
+        ref = p.Ref(worker_id=worker_id, pid=reply.pid, start_time=reply.start_time)
+        self._watch(ref, lost_matters=True, pidfd=pidfd)
+        self._inbox.put_nowait(p.Spawned(worker=ref))
+        await self._await_standby(ref)
+
+    async def _await_standby(self, ref: p.Ref) -> None:
+        """A starting worker answers once its engine loop runs; its death or silence is the watcher's to tell."""
+        watched = self._watched[ref.worker_id]
+        try:
+            status = await watched.link.call(WorkerStatus(), WorkerStatusReply, self._limits.start_deadline_s)
+        except WorkerFailed as why:
+            self._lost(ref.worker_id, p.Cause.HANG, str(why))
+            return
+        if status.state is WorkerState.FAILED or status.oracle is None:
+            self._lost(ref.worker_id, p.Cause.DEATH, status.failure or "no oracle")
+        else:
+            self._inbox.put_nowait(p.StandbyReady(worker_id=ref.worker_id, oracle=status.oracle))
+
+    async def _perform(self, effect: p.Perform) -> None:
+        worker = self._watched.get(effect.worker.worker_id) if effect.worker else None
+        old = self._watched.get(effect.old.worker_id) if effect.old else None
+        target = Target(
+            slot=self.pair.slot,
+            model=self.config.model,
+            generation=effect.generation,
+            worker=effect.worker,
+            link=worker.link if worker else None,
+            old=effect.old,
+            old_pidfd=old.pidfd if old else None,
+            oracle=self.pair.oracle,
+        )
+        watch = Stopwatch()
+        try:
+            detail = await self._actions.perform(effect.action, target)
+        except BelayerError as why:
+            gone = worker is not None and worker.dead
+            self._log.warning("action failed", action=effect.action, why=str(why), worker_gone=gone)
+            failed = p.ActionFailed(action=effect.action, serial=effect.serial, reason=str(why), worker_gone=gone)
+            self._inbox.put_nowait(failed)
+            return
+        done = p.ActionDone(action=effect.action, serial=effect.serial, ms=watch.ms(), detail=detail)
+        self._inbox.put_nowait(done)
+
+    def _record(self, effect: p.Record) -> None:
+        running = effect.running
+        if effect.outcome == "served":
+            self._served_at = monotonic()
+        steps = tuple(
+            StepTiming(step=f"{BY_ACTION[t.action].number} {t.action}", ms=t.ms, detail=t.detail)
+            for t in running.timings
+        )
+        total = (monotonic() - running.detected_at) * 1e3
+        incident = Incident(
+            incident_id=running.incident_id,
+            slot=self.pair.slot,
+            at=wall() - total / 1e3,
+            cause=running.cause,
+            detail=running.detail,
+            from_generation=self.pair.generation - (effect.outcome == "served"),
+            to_generation=self.pair.generation,
+            outcome=effect.outcome,
+            steps=steps,
+            total_ms=total,
+            injected=bool(running.old and running.old.worker_id in self._injected),
+        )
+        self._incidents.put(incident)
+        self._log.info(
+            "incident", id=incident.incident_id, cause=incident.cause, outcome=incident.outcome, ms=round(total, 1)
+        )
+        if effect.outcome != "open":
+            self.last_incident = incident if running.cause is not p.Cause.START else self.last_incident
+            waiter = self._waiters.pop(incident.incident_id, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(incident)
+
+    # --- for the rpc handler ---
+
+    async def ask_handover(self, reason: str, within: float) -> Incident:
+        incident_id = new_incident_id()
+        future: asyncio.Future[Incident] = asyncio.get_running_loop().create_future()
+        self._waiters[incident_id] = future
+        self._inbox.put_nowait(p.HandoverAsked(reason=reason, incident_id=incident_id))
+        try:
+            async with asyncio.timeout(within):
+                return await future
+        except TimeoutError as why:
+            raise HandoverFailed(
+                f"handover of {self.pair.slot} not done in {within:g} s (state {self.pair.state})",
+                kept="it goes on; see belayerctl incidents",
+            ) from why
+        finally:
+            self._waiters.pop(incident_id, None)
+
+    def _answer_refused(self, event: p.Event, why: str) -> None:
+        self._log.info("refused", event=type(event).__name__, why=why)
+        if isinstance(event, p.HandoverAsked):
+            waiter = self._waiters.pop(event.incident_id, None)
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(Refused(why, kept="the slot as it is", remedy="wait until it is protected"))
+
+    def restore(self) -> None:
+        if self.pair.state not in (p.State.QUARANTINED, p.State.EXPOSED, p.State.EMPTY):
+            raise Refused(f"slot {self.pair.slot} is {self.pair.state}: nothing to restore")
+        self._inbox.put_nowait(p.RestoreAsked())
+
+    def router_back(self) -> None:
+        self._inbox.put_nowait(p.RouterBack())
+
+    def target(self, role: str) -> Watched:
+        """The watched worker that plays ``role`` now. Raises Refused."""
+        ref = self.pair.main if role == "main" else self.pair.shadow
+        if ref is None or ref.worker_id not in self._watched:
+            raise Refused(f"slot {self.pair.slot} has no {role} now (state {self.pair.state})")
+        return self._watched[ref.worker_id]
+
+    def mark_injected(self, worker_id: str) -> None:
+        self._injected.add(worker_id)
+
+    def view(self) -> SlotView:
+        rows = []
+        for role, ref in (("main", self.pair.main), ("shadow", self.pair.shadow)):
+            if ref is not None:
+                rows.append(self._worker_view(role, ref))
+        return SlotView(
+            slot=self.pair.slot,
+            state=self.pair.state,
+            generation=self.pair.generation,
+            protected=self.pair.protected,
+            model=self.config.model,
+            device=self.config.device,
+            weight_version=self.pair.oracle.weight_version if self.pair.oracle else 0,
+            workers=tuple(rows),
+            handovers=self.pair.handovers,
+            reason=self.pair.reason,
+            since=self._since,
+            last_incident=self.last_incident,
+            rearm_ms=self.rearm_ms,
+        )
+
+    def _worker_view(self, role: str, ref: p.Ref) -> WorkerView:
+        watched = self._watched.get(ref.worker_id)
+        seen = watched.seen if watched else None
+        view = WorkerView(
+            worker_id=ref.worker_id,
+            pid=ref.pid,
+            role=role,
+            state=procs.state(ref.pid) or "gone",
+            age_ms=seen.age_s * 1e3 if seen else 0.0,
+            rss_mb=procs.rss_mb(ref.pid),
+        )
+        if seen is None or seen.pulse is None:
+            return view
+        pulse = seen.pulse
+        return msgspec.structs.replace(
+            view, phase=pulse.phase, step=pulse.step, running=pulse.running, waiting=pulse.waiting
+        )
+
+    def close(self) -> None:
+        for watched in self._watched.values():
+            watched.close()

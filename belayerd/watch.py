@@ -1,0 +1,76 @@
+"""Watching one worker: its pidfd (death, in milliseconds) and its heartbeat file (hang). Shell; policy judges."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+import zmq.asyncio
+
+from belayer import procs
+from belayer.clock import monotonic
+from belayer.heartbeat import Observation, Watch
+from belayer.paths import Paths
+from belayerd import policy
+from belayerd.links import WorkerLink
+from belayerd.pair import Cause, Ref
+
+Lost = Callable[[str, Cause, str], None]
+
+
+class Watched:
+    """A live worker process: pidfd, control link, heartbeat. ``close`` forgets it; it does not kill."""
+
+    def __init__(self, ref: Ref, pidfd: int, paths: Paths, context: zmq.asyncio.Context, lost: Lost) -> None:
+        self.ref, self.pidfd = ref, pidfd
+        self.link = WorkerLink(context, paths.worker_sock(ref.worker_id))
+        self.seen = Observation(age_s=0.0, pulse=None)
+        self._watch = Watch(paths.heartbeat(ref.worker_id), monotonic())
+        self._lost, self._told = lost, False
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(pidfd, self._died)
+
+    def _died(self) -> None:
+        self._loop.remove_reader(self.pidfd)
+        self._tell(Cause.DEATH, f"pid {self.ref.pid} ended (pidfd)")
+
+    def look(self, now: float, limits: policy.Limits) -> None:
+        """One look at the heartbeat; tells once."""
+        self.seen = self._watch.observe(now)
+        if self._told:
+            return
+        hung = policy.hang(self.seen, limits)
+        if hung:
+            self._tell(Cause.HANG, f"{hung}, process state {procs.state(self.ref.pid) or 'gone'}")
+            return
+        stuck = policy.stuck(self.seen, limits)
+        if stuck:
+            self._tell(Cause.STUCK, stuck)
+
+    def _tell(self, cause: Cause, detail: str) -> None:
+        if not self._told:
+            self._told = True
+            self._lost(self.ref.worker_id, cause, detail)
+
+    @property
+    def dead(self) -> bool:
+        return procs.is_dead(self.pidfd)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self.pidfd)
+        self.link.close()
+        os.close(self.pidfd)
+
+
+def sweep(paths: Paths, cgroups: procs.Cgroups, worker_id: str) -> None:
+    """Remove what a dead worker left: socket, heartbeat, temporary files, control group."""
+    paths.worker_sock(worker_id).unlink(missing_ok=True)
+    paths.heartbeat(worker_id).unlink(missing_ok=True)
+    tmp = paths.worker_tmp(worker_id)
+    if tmp.is_dir():
+        for folder, _, files in os.walk(tmp, topdown=False):
+            for name in files:
+                os.unlink(os.path.join(folder, name))
+            os.rmdir(folder)
+    cgroups.remove(worker_id)
