@@ -62,8 +62,12 @@ def write_manifest(out: Path) -> None:
 
 
 def flush(out: Path) -> None:
-    """fsync files and directory: a machine that dies after the rename must not show empty files."""
+    """fsync files and directory: a machine that dies after the rename must not show empty files.
+
+    Opens read rights on the way (safetensors writes 0600): daemons may run under their own user.
+    """
     for path in [*out.iterdir(), out]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
