@@ -1,0 +1,69 @@
+"""``owners``, ``sandboxes``, ``restore`` and ``config check``: the short verbs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from belayer import config as configs
+from belayer.messages.common import Done
+from belayer.messages.control import HostStatus, HostStatusReply, RestoreSlot
+from belayer.messages.sandbox import ListSandboxes, SandboxList
+from belayer.paths import Paths
+from belayer.rpc import call_sync
+from belayerctl import render
+from belayerctl.common import OK, console, emit_json, verb
+
+
+@click.command(help="What the owners hold.")
+@verb
+def owners(paths: Paths, as_json: bool, timeout: float) -> int:
+    host = call_sync(paths.belayerd_sock, HostStatus(), HostStatusReply, timeout)
+    if as_json:
+        emit_json(host.owners)
+    else:
+        console().print(render.owners(host))
+    return OK
+
+
+@click.command(help="Sandboxes and their checkpoints.")
+@verb
+def sandboxes(paths: Paths, as_json: bool, timeout: float) -> int:
+    listed = call_sync(paths.envkeeper_sock, ListSandboxes(), SandboxList, timeout)
+    if as_json:
+        emit_json(listed.sandboxes)
+    else:
+        console().print(render.sandboxes(listed))
+    return OK
+
+
+@click.command(help="Start a quarantined or exposed SLOT again: its device is good.")
+@click.argument("slot")
+@verb
+def restore(paths: Paths, as_json: bool, timeout: float, slot: str) -> int:
+    done = call_sync(paths.belayerd_sock, RestoreSlot(slot=slot), Done, timeout)
+    if as_json:
+        emit_json(done)
+    else:
+        console().print(f"{slot}: {done.detail}")
+    return OK
+
+
+@click.group(help="The configuration file.")
+def config() -> None:
+    pass
+
+
+@config.command("check", help="Check FILE (default: the host's own) as the daemons do.")
+@click.argument("file", type=click.Path(path_type=Path), required=False)
+@verb
+def check(paths: Paths, as_json: bool, timeout: float, file: Path | None) -> int:
+    path = file or paths.config
+    found = configs.load(path)
+    if as_json:
+        emit_json(found)
+    else:
+        slots = ", ".join(slot.name for slot in found.slot) or "none"
+        console().print(f"{path}: good; slots: {slots}")
+    return OK

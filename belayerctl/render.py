@@ -1,0 +1,185 @@
+"""Tables for people. Pure: messages in, rich renderables out."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from belayer.messages.control import HostStatusReply, Incident, SlotView, WorkerView
+from belayer.messages.router import RouterStatusReply
+from belayer.messages.sandbox import SandboxList
+
+_COLOURS = {"protected": "green", "rearming": "yellow", "exposed": "yellow", "quarantined": "red", "empty": "red"}
+
+
+def state(text: str) -> Text:
+    return Text(text, style=_COLOURS.get(text, "cyan"))
+
+
+def when(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S")
+
+
+def table(title: str, *columns: str) -> Table:
+    out = Table(title=title, title_justify="left", header_style="bold", expand=False)
+    for column in columns:
+        out.add_column(column, overflow="fold")
+    return out
+
+
+def _worker(worker: WorkerView | None) -> str:
+    if worker is None:
+        return "-"
+    stopped = " STOPPED" if worker.state in ("T", "t") else ""
+    return f"pid {worker.pid} {worker.phase or 'starting'}{stopped} beat {worker.age_ms:.0f} ms {worker.rss_mb:.0f} MiB"
+
+
+def slots(status: HostStatusReply) -> Table:
+    out = table(
+        f"{status.host}: {'healthy' if status.healthy else 'NOT healthy'}, router {status.router_url}",
+        *(
+            "slot",
+            "state",
+            "gen",
+            "protected",
+            "model",
+            "weights",
+            "main",
+            "shadow",
+            "handovers",
+            "re-arm ms",
+            "reason",
+        ),
+    )
+    for slot in status.slots:
+        roles = {worker.role: worker for worker in slot.workers}
+        out.add_row(
+            slot.slot,
+            state(slot.state),
+            str(slot.generation),
+            "yes" if slot.protected else "no",
+            slot.model,
+            f"v{slot.weight_version}",
+            _worker(roles.get("main")),
+            _worker(roles.get("shadow")),
+            str(slot.handovers),
+            f"{slot.rearm_ms:.0f}" if slot.rearm_ms else "-",
+            slot.reason or "-",
+        )
+    return out
+
+
+def owners(status: HostStatusReply) -> Table:
+    out = table("owners", "kind", "pid", "gen", "what", "state", "epoch / version", "MiB", "holder / readers")
+    for owner in status.owners:
+        for row in owner.weights:
+            out.add_row(
+                owner.kind,
+                str(owner.pid),
+                str(owner.owner_generation),
+                row.model,
+                row.state,
+                f"v{row.version} {row.digest[:12]}",
+                f"{row.nbytes / 2**20:.0f}",
+                str(len(row.readers)),
+            )
+        for arena in owner.arenas:
+            out.add_row(
+                owner.kind,
+                str(owner.pid),
+                str(owner.owner_generation),
+                arena.slot,
+                arena.state,
+                str(arena.epoch),
+                f"{arena.nbytes / 2**20:.0f}",
+                arena.holder or "-",
+            )
+    return out
+
+
+def incident(row: Incident) -> Table:
+    head = f"{row.incident_id} {row.slot} {when(row.at)} {row.cause}: {row.detail}"
+    out = table(head, "step", "ms", "seen")
+    for step in row.steps:
+        out.add_row(step.step, f"{step.ms:.1f}", step.detail)
+    injected = " (injected)" if row.injected else ""
+    moved = f"generation {row.from_generation} -> {row.to_generation}"
+    out.add_row("total", f"{row.total_ms:.1f}", f"{row.outcome}, {moved}{injected}")
+    return out
+
+
+def incidents(rows: tuple[Incident, ...]) -> Table:
+    out = table("incidents", "time", "id", "slot", "cause", "detail", "generation", "total ms", "outcome")
+    for row in rows:
+        moved = f"{row.from_generation} -> {row.to_generation}"
+        out.add_row(
+            when(row.at), row.incident_id, row.slot, row.cause, row.detail, moved, f"{row.total_ms:.0f}", row.outcome
+        )
+    return out
+
+
+def router(status: RouterStatusReply) -> Table:
+    out = table(
+        f"router {status.url}: {status.running} running, {status.waiting} waiting, "
+        f"{status.finished_total} finished, {status.failed_total} failed, {status.resumed_total} resumed",
+        *("slot", "gen", "registered", "running", "waiting", "tokens", "resumed", "late dropped"),
+    )
+    for slot in status.slots:
+        out.add_row(
+            slot.slot,
+            str(slot.generation),
+            "yes" if slot.registered else "no",
+            str(slot.running),
+            str(slot.waiting),
+            str(slot.tokens_total),
+            str(slot.resumed_total),
+            str(slot.late_dropped_total),
+        )
+    return out
+
+
+def sandboxes(listed: SandboxList) -> Table:
+    out = table("sandboxes", "sandbox", "state", "boundary", "ready", "incarnation", "container", "pid", "reason")
+    for box in listed.sandboxes:
+        ready = str(box.ready_boundary) if box.ready_boundary >= 0 else "-"
+        out.add_row(
+            box.sandbox_id,
+            state(box.state),
+            str(box.boundary),
+            ready,
+            box.incarnation[:12],
+            box.container_id[:12],
+            str(box.pid),
+            box.reason or "-",
+        )
+    return out
+
+
+def slot_line(slot: SlotView) -> str:
+    return f"{slot.slot}: {slot.state}, generation {slot.generation}, protected {'yes' if slot.protected else 'no'}"
+
+
+def live(
+    status: HostStatusReply | None,
+    router_status: RouterStatusReply | None,
+    boxes: SandboxList | None,
+    rows: tuple[Incident, ...],
+    rates: dict[str, float],
+) -> RenderableType:
+    """The whole of ``belayerctl top``; what does not answer is said, not hidden."""
+    parts: list[RenderableType] = []
+    if status is None:
+        parts.append(Text("belayerd does not answer", style="red"))
+    else:
+        parts += [slots(status), owners(status)]
+    if router_status is None:
+        parts.append(Text("belayer-router does not answer", style="red"))
+    else:
+        parts.append(router(router_status))
+        parts.append(Text("  ".join(f"{slot} {rate:.0f} tok/s" for slot, rate in rates.items()), style="bold"))
+    parts.append(sandboxes(boxes) if boxes else Text("envkeeper does not answer", style="yellow"))
+    parts.append(incidents(rows[:8]))
+    return Group(*parts)
