@@ -1,0 +1,188 @@
+"""full_checkpoint: file system and processes at one frozen point of an action boundary (paper, section 5; promise E1).
+
+Order, and why: a fresh nonce goes into the agent's memory (the proof must belong to *this* checkpoint) -> the upper
+layer is synced (a reflink writes dirty pages first; that must not happen frozen) -> CRIU is started -> [ freeze ->
+preflight -> dump and copy side by side -> thaw ] -> hash, sync, publish. No action is in flight and no connection of
+ours is open: the caller holds the sandbox's gate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from belayer.clock import Stopwatch, wall
+from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused
+from envkeeper import freezer, mounts, preflight, upper
+from envkeeper.agentlink import AgentLink
+from envkeeper.criu import Criu, DumpPlan
+from envkeeper.engine import BOUND, Life
+from envkeeper.store import FORMAT, FileDigest, Manifest, RecipeRecord, Store, sync_filesystem
+
+CRIU_FOLDER = "criu"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is checkpointed, and the prefix it belongs to."""
+
+    sandbox_id: str
+    incarnation: str
+    boundary: int
+    context_digest: str
+    life: Life
+    recipe: RecipeRecord
+
+
+@dataclass(slots=True)
+class _Frozen:
+    """What happens between the freeze and the thaw. Milliseconds of each part in ``phases``."""
+
+    subject: Subject
+    group: freezer.Freezer
+    split: mounts.Split
+    folder: Path
+    pool: ThreadPoolExecutor
+    phases: dict[str, float] = field(default_factory=dict)
+    watch: Stopwatch | None = None
+    copy: Future[upper.Captured] | None = None
+    stdio: tuple[str, ...] = ()
+
+    def begin(self) -> None:
+        """CRIU's pre-dump: freeze, look, start copying."""
+        self.watch = Stopwatch()
+        self.group.freeze()
+        self.phases["freeze"] = self.watch.lap()
+        pid = self.subject.life.pid
+        findings = preflight.judge(pid, preflight.scan(self.group.pids()), self.split.foreign)
+        if findings:
+            raise CheckpointRefused(
+                "; ".join(finding.text for finding in findings[:4]),
+                kept="the sandbox runs on and the previous checkpoint stays READY",
+            )
+        self.stdio = tuple(os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3))
+        self.phases["preflight"] = self.watch.lap()
+        self.copy = self.pool.submit(self._copy)
+
+    def _copy(self) -> upper.Captured:
+        watch = Stopwatch()
+        captured = upper.capture(self.subject.life.upper, self.folder)
+        self.phases["copy"] = watch.ms()
+        return captured
+
+    def end(self) -> None:
+        """CRIU's post-dump: images are written, tasks still stopped; the copy must be whole before they run."""
+        assert self.watch is not None and self.copy is not None
+        self.phases["dump"] = self.watch.lap()
+        self.copy.result()
+        self.phases["copy_rest"] = self.watch.lap()
+
+    def thaw(self) -> float:
+        """Always called. Milliseconds since the freeze began, 0 when it never did."""
+        self.group.thaw()
+        return self.watch.ms() if self.watch is not None else 0.0
+
+
+class Checkpointer:
+    """Makes checkpoints on one host; at most ``at_once`` sandboxes are frozen at the same time, since more only
+    lengthens everyone's freeze."""
+
+    def __init__(self, criu: Criu, versions: dict[str, str], timeout_s: float, at_once: int | None = None) -> None:
+        self._criu, self._versions, self._timeout_s = criu, versions, timeout_s
+        self._queue = threading.BoundedSemaphore(at_once or os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(thread_name_prefix="upper")
+
+    def run(self, subject: Subject, link: AgentLink, store: Store) -> tuple[Manifest, str, dict[str, float]]:
+        """Blocking. Returns (manifest, its digest, milliseconds by phase). On any failure the sandbox runs on and
+        nothing of this attempt is left."""
+        watch, phases = Stopwatch(), dict[str, float]()
+        nonce = secrets.token_bytes(32)
+        link.set_nonce(nonce)
+        folder = store.begin(subject.boundary)
+        try:
+            sync_filesystem(subject.life.upper)
+            phases["sync_upper"] = watch.lap()
+            with self._queue:
+                phases["queue"] = watch.lap()
+                frozen, frozen_ms, captured = self._freeze_and_dump(subject, folder)
+            watch.lap()
+            upper.write_index(captured, folder)
+            phases.update(frozen.phases)
+            made: Callable[[dict[str, FileDigest]], Manifest] = lambda files: self._manifest(  # noqa: E731
+                subject, store, folder, nonce, frozen.stdio, files, len(captured.entries), frozen_ms, phases
+            )
+            manifest, digest = store.publish(folder, made)
+            phases["publish"] = watch.lap()
+        except BelayerError:
+            store.discard(folder)
+            raise
+        except OSError as why:
+            store.discard(folder)
+            raise CheckpointIncomplete(
+                f"checkpoint at boundary {subject.boundary} of {subject.sandbox_id}: {why}",
+                kept="the sandbox runs on and the previous checkpoint stays READY",
+                remedy="free disk space below the checkpoint folder" if why.errno == 28 else "",
+            ) from why
+        return manifest, digest, phases
+
+    def _freeze_and_dump(self, subject: Subject, folder: Path) -> tuple[_Frozen, float, upper.Captured]:
+        life = subject.life
+        group = freezer.of_process(life.pid)
+        split = mounts.split(mounts.of_process(life.pid), BOUND)
+        frozen = _Frozen(subject, group, split, folder, self._pool)
+        plan = DumpPlan(
+            pid=life.pid,
+            root=life.merged,
+            images=folder / CRIU_FOLDER,
+            freezer=group.folder,
+            external=split.external,
+            masked=split.masked,
+            timeout_s=self._timeout_s,
+        )
+        try:
+            self._criu.dump(plan, frozen.begin, frozen.end)
+        finally:
+            # Also after a CRIU that was killed: its tasks are detached, and the group may be left either way.
+            frozen_ms = frozen.thaw()
+            if frozen.copy is not None:
+                frozen.copy.exception()  # the folder must not be discarded under a running copy
+        assert frozen.copy is not None
+        return frozen, frozen_ms, frozen.copy.result()
+
+    def _manifest(
+        self,
+        subject: Subject,
+        store: Store,
+        folder: Path,
+        nonce: bytes,
+        stdio: tuple[str, ...],
+        files: dict[str, FileDigest],
+        entries: int,
+        frozen_ms: float,
+        phases: dict[str, float],
+    ) -> Manifest:
+        before = store.ready()
+        return Manifest(
+            format=FORMAT,
+            checkpoint_id=folder.name,
+            sandbox_id=subject.sandbox_id,
+            incarnation=subject.incarnation,
+            boundary=subject.boundary,
+            context_digest=subject.context_digest,
+            parent=before.checkpoint_id if before else "",
+            made_at=wall(),
+            recipe=subject.recipe,
+            nonce_sha256=hashlib.sha256(nonce).hexdigest(),
+            stdio=stdio,
+            versions=self._versions,
+            files=files,
+            upper_entries=entries,
+            frozen_ms=round(frozen_ms, 3),
+            phases_ms={name: round(ms, 3) for name, ms in phases.items()},
+        )

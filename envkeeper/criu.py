@@ -1,0 +1,224 @@
+"""Dump the processes of a sandbox with CRIU, driven by its RPC.
+
+Why not `runc checkpoint` or Docker's API: both start CRIU inside the freeze, dump a network namespace and control
+groups that the new container gets anyway, and cost five times the frozen time. Here CRIU runs *inside the sandbox's
+own network namespace* (so there is none to dump and no firewall to lock), is started before the freeze, and stops at
+two notifications: ``pre-dump`` (we freeze, and start copying the upper layer) and ``post-dump`` (all is written, tasks
+still stopped: we wait for the copy). Any error in a callback makes CRIU give up, and the caller thaws.
+
+Such images carry no network namespace. Docker's own ``start --checkpoint`` would restore them into the *host's*
+network; the store keeps them in a form that it cannot consume (no descriptors.json).
+
+Field numbers: CRIU's RPC, https://criu.org/RPC.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from belayer.errors import CheckpointIncomplete, CheckpointRefused, HostUnfit
+from envkeeper import pbuf
+
+OLDEST = (4, 2)  # 4.1 fails on any inet socket on kernels >= 6.16, although its own check passes
+
+_DUMP, _NOTIFY = 1, 6  # request types
+_IGNORE_CGROUPS = 0
+_SKIP_NETWORK_LOCK = 3
+_GHOST_LIMIT = 1 << 30  # bytes of a deleted but open file that may go into the images
+
+# What a restore needs; it reaches runc's CRIU as a configuration file. Cgroups: the new container has its own, and
+# the recorded ones name a container that no longer is.
+RESTORE_CONFIG = (
+    "tcp-established\nfile-locks\nlink-remap\nghost-limit 1073741824\nmanage-cgroups=ignore\nnetwork-lock skip\n"
+)
+
+Callback = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class DumpPlan:
+    """``root``: the container's merged root on the host. ``external``: mount points that the new container brings
+    itself (bind mounts, control groups). ``masked``: files that the runtime hides behind /dev/null."""
+
+    pid: int
+    root: Path
+    images: Path
+    freezer: Path
+    external: tuple[str, ...]
+    masked: tuple[str, ...]
+    timeout_s: float
+
+
+class Criu:
+    """One CRIU binary. ``search``: PATH for the helpers that CRIU runs (tar, iptables)."""
+
+    def __init__(self, binary: Path, search: str) -> None:
+        self.binary, self.search = binary, search
+
+    def version(self) -> tuple[int, ...]:
+        """Raises HostUnfit when the binary is missing, does not run, or is too old."""
+        if not os.access(self.binary, os.X_OK):
+            raise HostUnfit(f"no CRIU at {self.binary}", remedy="run `make setup`, or set envkeeper.criu")
+        done = subprocess.run([self.binary, "--version"], capture_output=True, text=True, check=False, timeout=20)
+        found = re.search(r"Version:\s*(\d+)\.(\d+)(?:\.(\d+))?", done.stdout)
+        if not found:
+            raise HostUnfit(
+                f"{self.binary} --version answers {(done.stdout + done.stderr).strip()[:200]!r}",
+                remedy="run `make setup` to unpack CRIU again",
+            )
+        version = tuple(int(part) for part in found.groups() if part)
+        if version[:2] < OLDEST:
+            raise HostUnfit(
+                f"CRIU {'.'.join(map(str, version))} at {self.binary} is too old for this kernel: 4.2 is needed",
+                remedy="run `make setup`, or set envkeeper.criu to a newer one",
+            )
+        return version
+
+    def cache_kernel_facts(self) -> bool:
+        """Keep CRIU's probe of the kernel (45 ms of each start) on a tmpfs; true when a cache is in place.
+
+        CRIU only writes /run/criu.kdat when /run is a tmpfs, but reads it from anywhere. Elsewhere we make the file
+        once on /dev/shm and leave a symlink. Never on a persistent disk: the file would outlive this kernel.
+        """
+        cache, target = Path("/run/criu.kdat"), Path("/dev/shm/belayer-criu.kdat")
+        if cache.exists():
+            return True
+        script = (
+            'mount -t tmpfs t /run && "$0" check >/dev/null 2>&1; test -s /run/criu.kdat && '
+            'cp /run/criu.kdat "$1.$$" && mv "$1.$$" "$1"'
+        )
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", script, str(self.binary), str(target)],
+            capture_output=True,
+            check=False,
+            timeout=30,
+        )
+        if done.returncode or not target.exists():
+            return False
+        cache.unlink(missing_ok=True)  # a symlink whose target a reboot took
+        cache.symlink_to(target)
+        return True
+
+    def dump(self, plan: DumpPlan, on_pre_dump: Callback, on_post_dump: Callback) -> None:
+        """Dump and leave the tasks as they were found (frozen, if ``on_pre_dump`` froze them). Blocking.
+
+        Raises what a callback raised; CheckpointRefused when CRIU names something it cannot dump;
+        CheckpointIncomplete on a timeout or a dead CRIU. The caller thaws in every case.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        images = os.open(plan.images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with ours, theirs:
+                child = self._spawn(plan.pid, theirs)
+                theirs.close()  # so that a dead CRIU is an end of file here
+                try:
+                    ours.settimeout(plan.timeout_s)
+                    ours.send(_dump_request(plan, images))
+                    self._converse(ours, plan, {"pre-dump": on_pre_dump, "post-dump": on_post_dump})
+                finally:
+                    _end(child)
+        finally:
+            os.close(images)
+
+    def _spawn(self, pid: int, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        fd = theirs.fileno()
+        return subprocess.Popen(
+            ["nsenter", f"--net=/proc/{pid}/ns/net", "--", str(self.binary), "swrk", str(fd)],
+            pass_fds=[fd],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={"PATH": self.search},
+            start_new_session=True,
+        )
+
+    @staticmethod
+    def _converse(sock: socket.socket, plan: DumpPlan, callbacks: Mapping[str, Callback]) -> None:
+        while True:
+            try:
+                data = sock.recv(1 << 16)
+            except TimeoutError as why:
+                raise CheckpointIncomplete(
+                    f"CRIU said nothing for {plan.timeout_s:g} s", kept="the previous checkpoint"
+                ) from why
+            if not data:
+                raise CheckpointIncomplete("CRIU ended in the middle of a dump" + first_error(plan.images))
+            reply = pbuf.decode(data)
+            if reply[1] != [_NOTIFY]:
+                break
+            script = pbuf.decode(_bytes(reply[5][0])).get(1, [b""])[0]
+            run = callbacks.get(_bytes(script).decode())
+            if run is not None:
+                run()
+            sock.send(pbuf.encode([(1, _NOTIFY), (3, True)]))
+        if reply[2] != [1]:
+            why_not = first_error(plan.images)
+            said = b"".join(_bytes(part) for part in reply.get(9, [])).decode(errors="replace")
+            raise CheckpointRefused(
+                f"CRIU cannot dump this sandbox{why_not or ': ' + (said or 'no reason given')}",
+                kept="the sandbox runs on and the previous checkpoint stays READY",
+            )
+
+
+def _bytes(value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        raise pbuf.PbufError("a number where bytes were expected")
+    return value
+
+
+def _dump_request(plan: DumpPlan, images: int) -> bytes:
+    options: list[tuple[int, pbuf.Value]] = [
+        (1, images),
+        (2, plan.pid),
+        (3, True),  # leave_running
+        (5, True),  # tcp_established: loopback connections live inside
+        (8, True),  # file_locks
+        (9, 2),  # log_level: errors and warnings
+        (10, "dump.log"),
+        (12, True),  # notify_scripts
+        (13, str(plan.root)),
+        (18, True),  # link_remap
+        (34, _IGNORE_CGROUPS),
+        (35, _GHOST_LIMIT),
+        (44, str(plan.freezer)),
+        (45, max(1, int(plan.timeout_s))),
+        (50, True),  # orphan_pts_master
+        (64, _SKIP_NETWORK_LOCK),
+    ]
+    options += [(37, f"mnt[{point}]:{point}") for point in plan.external]
+    options += [(37, f"mnt[{point}]:/dev/null") for point in plan.masked]
+    return pbuf.encode([(1, _DUMP), (2, pbuf.encode(options))])
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """CRIU ends by itself after its answer; after a failure it may hang in a ptrace of a stopped task."""
+    try:
+        child.wait(timeout=0.5)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        # In the D state it dies only once the caller has thawed the group: collected then by the interpreter.
+
+
+def first_error(folder: Path, name: str = "dump.log") -> str:
+    """': <first error line>' of a CRIU log, or an empty string."""
+    try:
+        text = (folder / name).read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+    line = next((row for row in text.splitlines() if "Error" in row), "")
+    return ": " + re.sub(r"^\(\s*[\d.]+\)\s*", "", line).strip() if line else ""
+
+
+def search_path(binary: Path, helpers: Path) -> str:
+    """PATH for CRIU, and for the runc that must find it: our stand-in for tar first when it is there."""
+    system = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    parts = [str(helpers)] if shutil.which("tar", path=str(helpers)) else []
+    return ":".join([*parts, str(binary.parent), system])

@@ -1,0 +1,179 @@
+"""full_restore into a fresh container (paper, section 5; promises E3, E4, E6).
+
+Order, and why: the old life is killed and *seen dead* before anything new is made (never two lives of one sandbox) ->
+a fresh container from the pinned image and our own recorded recipe, never from the archive -> its upper layer is
+emptied and filled, with nothing mounted over it -> a claim file for the OCI runtime, keyed by the container's id ->
+start, which restores the processes -> hashes of everything that was used are compared (they run beside the steps
+above; nothing is served before they are in) -> the nonce in PID 1's memory is asked back. Only then is it served;
+anything else destroys the new container and says why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from belayer.clock import Stopwatch, monotonic
+from belayer.errors import BelayerError, RestoreFailed
+from belayer.procs import is_dead, wait_dead
+from belayer.statefile import write_bytes
+from envkeeper import upper
+from envkeeper.agentlink import AgentLink, open_pidfd
+from envkeeper.checkpoint import CRIU_FOLDER
+from envkeeper.criu import RESTORE_CONFIG, first_error
+from envkeeper.engine import Engine, Life, Recipe
+from envkeeper.freezer import Freezer
+from envkeeper.store import Manifest, Store
+
+CLAIMS = Path("/run/belayer-runtime/claims")  # the OCI runtime looks here: one place per host, whatever our root
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A served life. ``pidfd`` is the caller's to close."""
+
+    life: Life
+    pidfd: int
+    link: AgentLink
+    phases_ms: dict[str, float]
+    proof: str
+
+
+def fence(pidfd: int, group: Freezer | None, deadline_s: float = 10.0) -> None:
+    """Kill PID 1 of a life and see it dead; with it die all processes of its pid namespace (pid_namespaces(7)).
+    Raises RestoreFailed when it is not dead in time. A frozen group is thawed: a frozen task takes no signal."""
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    if group is not None:
+        group.thaw()
+    if wait_dead([pidfd], deadline_s):
+        raise RestoreFailed(
+            f"the old life is not dead after {deadline_s:g} s",
+            kept="the checkpoint and the claim",
+            remedy="see the state of its processes; restore again",
+        )
+    end = monotonic() + deadline_s
+    while group is not None and group.pids():
+        if monotonic() > end:
+            raise RestoreFailed(f"processes {group.pids()[:8]} of the old life are still there")
+        os.sched_yield()
+
+
+class Restorer:
+    """Brings checkpoints back on one host. ``work``: a folder on the store's file system for image links and logs."""
+
+    def __init__(self, engine: Engine, work: Path, search: str) -> None:
+        self._engine, self._work, self._search = engine, work, search
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        CLAIMS.mkdir(mode=0o700, parents=True, exist_ok=True)
+        CLAIMS.parent.chmod(0o700)
+        self._config = work / "criu.conf"
+        write_bytes(self._config, RESTORE_CONFIG.encode(), durable=False)
+
+    def sweep(self) -> None:
+        """Forget the half-made restores of a former life of the daemon."""
+        for folder in self._work.iterdir():
+            if folder.is_dir():
+                (CLAIMS / folder.name).unlink(missing_ok=True)
+                self._forget(folder.name)
+
+    def run(
+        self, manifest: Manifest, store: Store, incarnation: str, timeout_s: float, made: Callable[[str], None]
+    ) -> Restored:
+        """Blocking; the claim is held and the old life is dead. ``made`` is told the container's id at once, so that
+        it is on record before it can run. On failure the new container is gone when this raises."""
+        watch, phases = Stopwatch(), dict[str, float]()
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            hashes = pool.submit(store.verify, manifest)
+            container_id = self._engine.create(_recipe(manifest), manifest.sandbox_id, incarnation)
+            try:
+                made(container_id)
+                phases["create"] = watch.lap()
+                self._install(manifest, store, container_id)
+                phases["install"] = watch.lap()
+                self._start(manifest, store, container_id)
+                phases["start"] = watch.lap()
+                hashes.result()
+                phases["verify_rest"] = watch.lap()
+                restored = self._prove(manifest, container_id, timeout_s)
+                phases["proof"] = watch.lap()
+            except (BelayerError, OSError) as why:
+                self._engine.remove(container_id)
+                self._forget(container_id)
+                if isinstance(why, BelayerError):
+                    raise
+                raise RestoreFailed(f"checkpoint {manifest.checkpoint_id}: {why}", kept="the checkpoint") from why
+        self._forget(container_id)
+        return Restored(restored[0], restored[1], restored[2], phases, restored[3])
+
+    def _install(self, manifest: Manifest, store: Store, container_id: str) -> None:
+        layer, merged = self._engine.upper_of(container_id)
+        if os.path.ismount(merged):
+            raise RestoreFailed(f"{merged} is mounted already: its upper layer must not be filled under it")
+        count = upper.unpack(store.folder(manifest.checkpoint_id), layer)
+        if count != manifest.upper_entries:
+            raise RestoreFailed(f"{count} entries of the upper layer, {manifest.upper_entries} were captured")
+
+    def _start(self, manifest: Manifest, store: Store, container_id: str) -> None:
+        """The store's images lack descriptors.json, so that Docker's own restore cannot take them (it would put the
+        sandbox into the host's network); runc needs it, so a folder of links with it is made for this one start."""
+        folder = self._work / container_id
+        images, logs = folder / "images", folder / "work"
+        for path in (folder, images, logs):
+            path.mkdir(mode=0o700)
+        for image in (store.folder(manifest.checkpoint_id) / CRIU_FOLDER).iterdir():
+            os.link(image, images / image.name)
+        (images / "descriptors.json").write_text(json.dumps(list(manifest.stdio)))
+        claim = f"images={images}\nwork={logs}\nconfig={self._config}\npath={self._search}\n"
+        write_bytes(CLAIMS / container_id, claim.encode(), durable=False)
+        try:
+            self._engine.start(container_id)
+        except RestoreFailed as why:
+            raise RestoreFailed(f"{why.message}{first_error(logs, 'restore.log')}", kept="the checkpoint") from why
+        if (CLAIMS / container_id).exists():
+            raise RestoreFailed(
+                "the container started without the OCI runtime `belayer` taking its claim: that is a cold start",
+                remedy="check `docker info` for the runtime and its path",
+            )
+
+    def _prove(self, manifest: Manifest, container_id: str, timeout_s: float) -> tuple[Life, int, AgentLink, str]:
+        life = self._engine.life(container_id)
+        pidfd = open_pidfd(life.pid)
+        try:
+            link = AgentLink(life.pid, pidfd)
+            status = link.wait_ready(timeout_s)
+            nonce = link.ask_nonce(timeout_s)
+            if hashlib.sha256(nonce).hexdigest() != manifest.nonce_sha256:
+                raise RestoreFailed(
+                    "PID 1 does not remember the nonce of this checkpoint: its memory is another one"
+                    if nonce
+                    else "PID 1 remembers nothing: the container was started cold",
+                    kept="the checkpoint",
+                )
+            if status.last_action != manifest.boundary or status.busy:
+                raise RestoreFailed(f"the restored agent is after action {status.last_action}, not {manifest.boundary}")
+            if is_dead(pidfd):
+                raise RestoreFailed("the restored sandbox died at once")
+        except BaseException:
+            os.close(pidfd)
+            raise
+        return life, pidfd, link, f"nonce and boundary {manifest.boundary} from PID 1's memory; sha256 of every file"
+
+    def _forget(self, container_id: str) -> None:
+        for name in (container_id, f"{container_id}.used", f"{container_id}.started"):
+            (CLAIMS / name).unlink(missing_ok=True)
+        shutil.rmtree(self._work / container_id, ignore_errors=True)
+
+
+def _recipe(manifest: Manifest) -> Recipe:
+    kept = manifest.recipe
+    return Recipe(kept.image_id, kept.agent, kept.hostname, kept.memory_mb, kept.cpus, kept.pids, dict(kept.env))

@@ -1,0 +1,149 @@
+/*
+ * OCI runtime registered in Docker as "belayer": runc, except that the `create` of a container for which envkeeper has
+ * left a claim restores the processes of a checkpoint instead of starting the image's command.
+ *
+ * A claim is a file CLAIMS/<container id>, root only, written after `docker create` and renamed away here before use:
+ * a second start of the same container finds none and cannot restore old memory again. It is keyed by the id and lies
+ * outside of everything an image can influence; an environment variable would let an image name a path of the host.
+ *
+ * Lines of a claim, key=value: images, work, config (a CRIU configuration file), path (PATH for runc and criu).
+ * The images carry no network namespace: it is made or joined here, and what runc restores inherits it.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <net/if.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define CLAIMS "/run/belayer-runtime/claims"
+
+static void fail(const char *what, const char *name) {
+    dprintf(2, "belayer-runtime: %s %s: %s\n", what, name, strerror(errno));
+    exit(1);
+}
+
+static char *slurp(const char *path, size_t *size) {
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || fstat(fd, &st)) fail("cannot read", path);
+    char *data = malloc(st.st_size + 1);
+    size_t have = 0;
+    while (data && have < (size_t)st.st_size) {
+        ssize_t n = read(fd, data + have, st.st_size - have);
+        if (n <= 0) fail("short read of", path);
+        have += n;
+    }
+    if (!data) fail("no memory for", path);
+    data[have] = 0;
+    close(fd);
+    if (size) *size = have;
+    return data;
+}
+
+static const char *value(char *claim, const char *key) {
+    static char kept[8][4096];
+    static int used;
+    size_t k = strlen(key);
+    for (char *line = claim; line && *line; line = strchr(line, '\n') ? strchr(line, '\n') + 1 : NULL) {
+        if (strncmp(line, key, k) || line[k] != '=') continue;
+        size_t n = strcspn(line + k + 1, "\n");
+        if (n >= sizeof kept[0] || used >= 8) break;
+        memcpy(kept[used], line + k + 1, n);
+        kept[used][n] = 0;
+        return kept[used++];
+    }
+    errno = EINVAL;
+    fail("claim has no", key);
+    return NULL;
+}
+
+/* The annotation is the only way to hand runc per-container CRIU options such as manage-cgroups=ignore. */
+static char *annotate(const char *bundle, const char *config) {
+    char path[4200], tmp[4200];
+    size_t n;
+    snprintf(path, sizeof path, "%s/config.json", bundle);
+    snprintf(tmp, sizeof tmp, "%s/config.json.belayer", bundle);
+    char *text = slurp(path, &n);
+    if (n == 0 || text[0] != '{' || strchr(config, '"') || strchr(config, '\\')) { errno = EINVAL; fail("cannot annotate", path); }
+    int fd = open(tmp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+    if (fd < 0 || dprintf(fd, "{\"annotations\":{\"org.criu.config\":\"%s\"},", config) < 0) fail("cannot write", tmp);
+    for (size_t off = 1; off < n;) {
+        ssize_t w = write(fd, text + off, n - off);
+        if (w <= 0) fail("cannot write", tmp);
+        off += w;
+    }
+    close(fd);
+    if (rename(tmp, path)) fail("cannot replace", path);
+    return text;
+}
+
+static void own_network(const char *spec) {
+    const char *ns = strstr(spec, "\"type\":\"network\"");
+    if (!ns) return;                                    /* the host's namespace: nothing to join */
+    const char *end = strchr(ns, '}'), *path = strstr(ns, "\"path\":\"");
+    if (path && end && path < end) {
+        char name[4096];
+        size_t n = strcspn(path + 8, "\"");
+        if (n >= sizeof name) { errno = ENAMETOOLONG; fail("network namespace", "path"); }
+        memcpy(name, path + 8, n);
+        name[n] = 0;
+        int fd = open(name, O_RDONLY | O_CLOEXEC);
+        if (fd < 0 || setns(fd, CLONE_NEWNET)) fail("cannot join", name);
+        close(fd);
+        return;
+    }
+    struct ifreq lo = { .ifr_name = "lo" };
+    if (unshare(CLONE_NEWNET)) fail("cannot make a", "network namespace");
+    int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (s < 0 || ioctl(s, SIOCGIFFLAGS, &lo)) fail("cannot read", "lo");
+    lo.ifr_flags |= IFF_UP | IFF_RUNNING;
+    if (ioctl(s, SIOCSIFFLAGS, &lo)) fail("cannot bring up", "lo");
+    close(s);
+}
+
+static void restore(int argc, char **argv, int verb, char *claim) {
+    char *args[96];
+    const char *bundle = NULL, *pid_file = NULL;
+    int n = 0;
+    if (verb > 40) { errno = E2BIG; fail("too many", "arguments"); }
+    for (int i = verb + 1; i + 1 < argc; i++) {
+        if (strcmp(argv[i], "--bundle") == 0) bundle = argv[i + 1];
+        if (strcmp(argv[i], "--pid-file") == 0) pid_file = argv[i + 1];
+    }
+    if (!bundle || !pid_file) { errno = EINVAL; fail("create without", "--bundle or --pid-file"); }
+    setenv("PATH", value(claim, "path"), 1);
+    own_network(annotate(bundle, value(claim, "config")));
+    for (int i = 0; i < verb; i++) args[n++] = argv[i];
+    args[0] = "runc";
+    const char *more[] = { "restore", "--detach", "--bundle", bundle, "--pid-file", pid_file, "--image-path", value(claim, "images"),
+                           "--work-path", value(claim, "work"), "--tcp-established", "--file-locks", "--ext-unix-sk", argv[argc - 1] };
+    for (size_t i = 0; i < sizeof more / sizeof *more; i++) args[n++] = (char *)more[i];
+    args[n] = NULL;
+    execvp("runc", args);
+    fail("cannot run", "runc");
+}
+
+int main(int argc, char **argv) {
+    char claim[512], used[520], started[520];
+    int verb = 0;
+    for (int i = 1; i < argc && !verb; i++)
+        if (strcmp(argv[i], "create") == 0 || strcmp(argv[i], "start") == 0) verb = i;
+    if (verb && argc > verb + 1 && strlen(argv[argc - 1]) <= 128 && !strchr(argv[argc - 1], '/')) {
+        snprintf(claim, sizeof claim, CLAIMS "/%s", argv[argc - 1]);
+        snprintf(used, sizeof used, "%s.used", claim);
+        snprintf(started, sizeof started, "%s.started", claim);
+        if (strcmp(argv[verb], "create") == 0 && rename(claim, used) == 0) restore(argc, argv, verb, slurp(used, NULL));
+        /* What was restored runs already; runc would refuse to start it. */
+        if (strcmp(argv[verb], "start") == 0 && rename(used, started) == 0) return 0;
+    }
+    argv[0] = "runc";
+    execvp("runc", argv);
+    fail("cannot run", "runc");
+}
