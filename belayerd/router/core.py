@@ -57,6 +57,7 @@ class Core:
             ev.Ready: self._ready,
             ev.ConnectFailed: self._connect_failed,
             ev.Unregister: self._unregister,
+            ev.Torn: self._torn,
             ev.Tick: self._tick,
         }
 
@@ -184,14 +185,17 @@ class Core:
         slot = self.slots.get(event.slot)
         if slot is None or not slot.is_current(event.generation, event.worker_id):
             self.counters.late_messages += 1
+            if slot is not None:
+                slot.late_dropped += 1
             return []
         if event.seq != slot.next_seq:
-            return self._torn_link(slot, now)
+            return self._torn(ev.Torn(slot.name, slot.worker_id), now)
         slot.next_seq += 1
         out: Effects = []
         for position, item in enumerate(event.items):
             request = self.requests.get(item.request_id)
             if request is None or request.slot != slot.name or request.state is not RequestState.RUNNING:
+                slot.late_dropped += 1
                 self.counters.late_items += 1  # aborted or ended while this was under way
                 continue
             self._take(request, slot, item, position, event.weight_version, now, out)
@@ -204,6 +208,7 @@ class Core:
         if item.tokens and (not request.spans or request.spans[-1][1:] != maker):
             self._journal_tokens(request, out)  # a journal block has one maker
             request.spans.append(Span(len(request.tokens), *maker))
+        resumed = request.given > 1 and bool(request.tokens)
         request.tokens.extend(item.tokens)
         slot.tokens_total += len(item.tokens)
         self.counters.tokens += len(item.tokens)
@@ -217,7 +222,7 @@ class Core:
             self._finish(request, item.finish, out)
         elif len(request.tokens) - request.journaled >= self.limits.journal_every:
             self._journal_tokens(request, out)
-        out.append(ev.Deliver(request.request_id, position, resumed=request.given > 1))
+        out.append(ev.Deliver(request.request_id, position, resumed))
 
     def _journal_tokens(self, request: Request, out: Effects) -> None:
         fresh = tuple(request.tokens[request.journaled :])
@@ -237,8 +242,11 @@ class Core:
                     out.append(ev.JournalTokens(request.request_id, span.start, block, *span[1:]))
         return out
 
-    def _torn_link(self, slot: Slot, now: float) -> Effects:
-        """A message of a live worker is missing or came twice: nothing more from it can be trusted to be in order."""
+    def _torn(self, event: ev.Torn, now: float) -> Effects:
+        """A message of a live worker is missing, doubled or unreadable: nothing more from it can be trusted."""
+        slot = self.slots.get(event.slot)
+        if slot is None or slot.worker_id != event.worker_id or slot.state is not SlotState.SERVING:
+            return []
         self.counters.torn_links += 1
         return self._leave(slot, ev.Cause.TORN_LINK, removed=False, now=now)
 

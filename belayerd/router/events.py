@@ -102,6 +102,13 @@ class Unregister(Event, frozen=True, gc=False):
     removed: bool = False
 
 
+class Torn(Event, frozen=True, gc=False):
+    """The worker sent something that cannot be read: its link is not to be trusted any more."""
+
+    slot: str
+    worker_id: str
+
+
 class Tick(Event, frozen=True, gc=False):
     """Time has passed; sent when ``Core.next_deadline()`` is due."""
 
@@ -141,7 +148,7 @@ class SendAbort(Effect, frozen=True, gc=False):
 class Deliver(Effect, frozen=True, gc=False):
     """Hand item number ``position`` of this event to the front end.
 
-    ``resumed``: the request has been given again, so statistics of its prefill must not be counted twice.
+    ``resumed``: it had tokens before this worker got it, so statistics of a second prefill must not be counted.
     """
 
     request_id: str

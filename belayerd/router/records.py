@@ -102,6 +102,7 @@ class Slot:
     tokens_total: int = 0
     resumed_total: int = 0
     restarted_total: int = 0
+    late_dropped: int = 0
     last_resume: ResumeNote | None = None
 
     def move(self, to: SlotState) -> None:

@@ -1,0 +1,76 @@
+"""belayer-router: the data path of a host. ``python -m belayerd.router --config belayer.toml``"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+
+from belayer import config, daemon, log
+from belayer.errors import BelayerError
+from belayer.messages.router import Request
+from belayer.paths import Paths
+from belayer.rpc import Server
+from belayerd.router import preflight
+from belayerd.router.service import Service
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit 0 after SIGTERM, 2 for a configuration or host that cannot be (one sentence, nothing left)."""
+    parser = argparse.ArgumentParser(prog="belayer-router", description="One URL before all workers of a host.")
+    parser.add_argument("--config", type=Path, help="default: belayer.toml below BELAYER_ROOT, else /etc/belayer")
+    chosen = parser.parse_args(argv)
+    try:
+        paths = Paths()
+        loaded = config.load(chosen.config or paths.config)
+        paths.make()
+        only = daemon.OnlyOne(paths.run, "router")
+    except BelayerError as error:
+        return daemon.say(error)
+    return daemon.run(lambda stop: _serve(loaded, paths, stop, only))
+
+
+async def _serve(loaded: config.Config, paths: Paths, stop: asyncio.Event, only: daemon.OnlyOne) -> None:
+    logger = log.setup("belayer-router")
+    _quiet_vllm()
+    preflight.one_model(loaded)
+    sock = preflight.bind(loaded.router.host, loaded.router.port)
+    from belayerd.router.front import Front  # imports vLLM: seconds, so not before the host is known to be fit
+
+    instance = daemon.new_instance()
+    front = Front(loaded, paths.journal, instance, logger)
+    service = Service(front.shell, frozenset(slot.name for slot in loaded.slot), instance, front.url)
+    if stop.is_set():
+        return  # asked to stop while vLLM was being imported
+    started = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        http = group.create_task(front.serve(sock, started))
+        ready = group.create_task(started.wait())
+        await asyncio.wait((http, ready), return_when=asyncio.FIRST_COMPLETED)
+        if started.is_set():
+            server = Server(paths.router_sock, Request, service.handle)
+            control = group.create_task(server.serve())
+            daemon.notify("READY=1")
+            logger.info("serving", url=front.url, instance=instance)
+            await asyncio.wait((http,))
+            control.cancel()
+        ready.cancel()
+
+
+def _quiet_vllm() -> None:
+    """The router holds no engine: no metrics of use are sent, nothing is fetched, one line of log per event."""
+    for name, value in {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,183 @@
+"""What vLLM's front end holds in the place of its engine: a client that talks to whichever workers serve."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from belayer.errors import BadMessage, BelayerError, ErrorCode, Refused, WorkerGone
+from belayerd.router import events as ev
+from belayerd.router import vllm_seam as seam
+from belayerd.router.shell import Shell
+
+ADMIN_WAIT_S = 30.0  # how long an admin call waits for a worker while a slot is between two of them
+
+_STATUS = {
+    ErrorCode.NO_HEALTHY_SLOT: HTTPStatus.SERVICE_UNAVAILABLE,
+    ErrorCode.WORKER_GONE: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+
+class RouterFault(seam.GracefulHTTPError):  # type: ignore[misc]
+    """A typed error on its way to the HTTP client. vLLM passes exactly this class through unchanged."""
+
+    def __init__(self, error: BelayerError) -> None:
+        status = _STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+        super().__init__(f"{error.code}: {error}", status)
+        self.code = error.code
+
+
+class Failure:
+    """In the queue behind the outputs that came before it: the request ends with this error."""
+
+    def __init__(self, request_id: str, error: BelayerError) -> None:
+        self.request_id, self.fault = request_id, RouterFault(error)
+
+
+class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
+    """Does not call the base constructor, which would launch engines; sets what the inherited methods read."""
+
+    def __init__(self, vllm_config: Any, renderer: Any, slots: Sequence[str], codec: seam.Codec) -> None:
+        self.vllm_config = vllm_config
+        self._renderer = renderer
+        self._codec = codec
+        self._index = {name: number for number, name in enumerate(slots)}
+        self.resources = seam.BackgroundResources(ctx=None)  # engine_dead stays False: workers come and go
+        self.client_count, self.client_index = 1, 0
+        self.engine_ranks_managed = list(range(len(slots)))
+        self.core_engines: list[str] = []
+        self.core_engine = ""
+        self.stats_update_address = None
+        self.engines_running = False
+        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
+        self.utility_results: dict[int, asyncio.Future[Any]] = {}
+        self._asked: dict[int, str] = {}  # utility call id -> slot
+        self._engine_status: dict[int, Any] = {}
+        self._kv_event_sources: dict[int, Any] = {}
+        self._effective_attention_block_sizes: set[int | None] = set()
+        self._welcomed = False
+        self._loop = asyncio.get_running_loop()
+        self._shell: Shell
+        self._processor: Any = None
+
+    def attach(self, shell: Shell, output_processor: Any) -> None:
+        """Complete the circle: the shell needs this sink, this client needs the shell."""
+        self._shell, self._processor = shell, output_processor
+
+    # -- what AsyncLLM calls ----------------------------------------------------------------------------------
+
+    async def add_request_async(self, request: Any) -> None:
+        if request.resumable:
+            raise RouterFault(Refused("streaming input is not supported by belayer-router"))
+        request.client_index = self.client_index
+        self._shell.add(
+            ev.Add(
+                request_id=request.request_id,
+                frames=self._codec.encode(request),
+                external_id=request.external_req_id or "",
+                session=request.session_id or "",
+                continuable=request.sampling_params is not None,
+            )
+        )
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self._shell.abort(request_ids)
+
+    async def get_output_async(self) -> Any:
+        while True:
+            item = await self.outputs_queue.get()
+            if not isinstance(item, Failure):
+                return item
+            self._end(item)
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return ("generate",)  # known without a worker, so that the port opens before the first one is up
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        """Admin calls go to all workers: what is true of one must be true of its neighbours."""
+        return (await self.call_utility_all_async(method, *args))[0]
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        try:
+            slots = await self._shell.some_slot(ADMIN_WAIT_S)
+            calls = [self._call_utility_async(method, *args, engine=slot) for slot in slots]
+            return list(await asyncio.gather(*calls))
+        except BelayerError as error:
+            raise RouterFault(error) from error
+
+    async def _call_utility_async(self, method: str, *args: Any, engine: str) -> Any:
+        call_id = uuid.uuid1().int >> 64
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self.utility_results[call_id], self._asked[call_id] = future, engine
+        try:
+            self._shell.call_utility(self._codec.encode((self.client_index, call_id, method, args)), engine)
+            return await future
+        finally:
+            self.utility_results.pop(call_id, None)
+            self._asked.pop(call_id, None)
+
+    def _ensure_output_queue_task(self) -> None:
+        """Links read by themselves."""
+
+    def ensure_alive(self) -> None:
+        """The router serves with no worker too: requests wait, with a bound."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Called by vLLM's server from another thread: end every live request with a typed error."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end_all)
+
+    # -- what the shell calls ---------------------------------------------------------------------------------
+
+    def deliver(self, slot: str, outputs: Any) -> None:
+        if outputs.outputs or outputs.scheduler_stats:
+            outputs.engine_index = self._index.get(slot, 0)
+            self.outputs_queue.put_nowait(outputs)
+
+    def fail(self, request_id: str, error: BelayerError) -> None:
+        self.outputs_queue.put_nowait(Failure(request_id, error))
+
+    def welcome(self, slot: str, ready: bytes) -> None:
+        if self._welcomed:  # vLLM sums cache blocks per response; workers of one model are alike
+            return
+        try:
+            self._apply_ready_response(ready)
+        except (ValueError, TypeError) as why:
+            raise BadMessage(f"the ready info of {slot} cannot be read: {why}") from why
+        self._welcomed = True
+
+    def utility(self, slot: str, outputs: Any) -> None:
+        output = outputs.utility_output
+        future = self.utility_results.get(output.call_id)
+        if future is None or future.done():
+            return  # the caller has left
+        if output.failure_message is not None:
+            future.set_exception(seam.utility_failed(output.failure_message))
+        else:
+            future.set_result(None if output.result is None else output.result.result)
+
+    def left(self, slot: str) -> None:
+        for call_id, asked in self._asked.items():
+            future = self.utility_results[call_id]
+            if asked == slot and not future.done():
+                future.set_exception(WorkerGone(f"the worker of {slot} was lost before it answered"))
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _end(self, failure: Failure) -> None:
+        """Raise the fault in the request's own task; with n > 1 its siblings end too."""
+        state = self._processor.request_states.get(failure.request_id)
+        if state is None:
+            return
+        top = failure.request_id if state.parent_req is None else state.parent_req.request_id
+        state.queue.put(failure.fault)  # first: the abort below puts an output, which an error outranks
+        siblings = self._processor.abort_requests([top], internal=True)
+        self._shell.abort(request_id for request_id in siblings if request_id != failure.request_id)
+
+    def _end_all(self) -> None:
+        fault = RouterFault(Refused("the router is stopping", remedy="send the request again when it is back"))
+        if self._processor is not None:
+            self._processor.propagate_error(fault)

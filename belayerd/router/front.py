@@ -1,0 +1,124 @@
+"""vLLM's own HTTP front end, served by the router: all its routes, no route of ours in their place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from argparse import Namespace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from belayer.config import Config
+from belayer.errors import ErrorCode, HostUnfit
+from belayerd.router import journal
+from belayerd.router import vllm_seam as seam
+from belayerd.router.client import BelayerClient, RouterFault
+from belayerd.router.core import Core, Limits
+from belayerd.router.metrics import Metrics
+from belayerd.router.preflight import is_loopback, one_model
+from belayerd.router.shell import Shell, to_record
+
+GRACE_S = 5.0  # after SIGTERM: streams get their error chunk, then connections are closed
+
+
+def server_args(config: Config) -> Namespace:
+    """vLLM's server arguments from our configuration. Its admin routes (weights, pause, collective_rpc) have no
+    guard of their own, so they exist only where nobody but this host can reach them."""
+    model, router = one_model(config), config.router
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1" if is_loopback(router.host) else "0"
+    length = min(slot.max_model_len for slot in config.slot)
+    argv = f"--host {router.host} --port {router.port} --dtype {model.dtype} --max-model-len {length}".split()
+    argv += ["--model", model.path, "--served-model-name", model.name, model.path]
+    argv += ["--enable-scale-out", "--enforce-eager", "--disable-uvicorn-access-log"]
+    argv += ["--max-num-seqs", str(sum(slot.max_num_seqs for slot in config.slot))]
+    return seam.parse_args(argv)
+
+
+class Front:
+    """Engine, shell and HTTP server of one router. Make it inside the running event loop."""
+
+    def __init__(self, config: Config, folder: Any, instance: str, log: Any) -> None:
+        seam.check()
+        self._args = server_args(config)
+        router = config.router
+        limits = Limits(
+            deaths=router.deaths_per_request,
+            home_s=router.request_deadline_s / 4,
+            waiting_s=router.request_deadline_s,
+            journal_every=router.journal_every,
+        )
+        self.core = Core(limits)
+        codec = seam.Codec()
+        client: list[BelayerClient] = []
+
+        def make_client(vllm_config: Any, renderer: Any, log_stats: bool) -> BelayerClient:
+            client.append(BelayerClient(vllm_config, renderer, [slot.name for slot in config.slot], codec))
+            return client[0]
+
+        try:
+            self._engine = seam.make_engine(self._args, make_client, lambda: self.core.serving > 0)
+        except (OSError, ValueError) as why:  # what vLLM and transformers raise for a model they cannot read
+            first = str(why).strip().splitlines()[0]
+            raise HostUnfit(f"model {self._args.model} cannot be served: {first}") from why
+        book = journal.Journal(folder, instance, router.journal_max_mb << 20, self._live)
+        self.shell = Shell(self.core, book, codec, client[0], client[0].client_index, log)
+        client[0].attach(self.shell, self._engine.output_processor)
+        self.metrics = Metrics(self.core, book)
+        self.url = f"http://{router.host}:{router.port}"
+
+    def _live(self) -> list[journal.Record]:
+        return [record for effect in self.core.live_records() if (record := to_record(effect)) is not None]
+
+    async def serve(self, sock: socket.socket, started: asyncio.Event) -> None:
+        """Serve until SIGTERM or SIGINT (vLLM's server takes both); sets ``started`` when it begins."""
+        tasks = await self._engine.get_supported_tasks()
+        app = seam.build_app(self._args, tasks, self._engine.model_config)
+        await seam.init_app_state(self._engine, app.state, self._args, tasks)
+        app.add_exception_handler(RouterFault, answer_fault)
+        app.add_middleware(RoutingKey)
+        started.set()  # the socket listens since preflight: from here on what is queued there gets answers
+        try:
+            ended = await seam.serve_http(
+                app,
+                sock=sock,
+                host=self._args.host,
+                port=self._args.port,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=int(GRACE_S),
+            )
+            await ended
+        finally:
+            self._engine.shutdown(timeout=0)
+            self.shell.close()
+            self.metrics.close()
+            sock.close()
+
+
+async def answer_fault(request: Request, fault: Exception) -> JSONResponse:
+    """A typed error before the first byte of an answer: vLLM's error shape, our code as its type."""
+    assert isinstance(fault, RouterFault)
+    status = int(fault.http_status)
+    body = {"error": {"message": fault.message, "type": str(fault.code), "param": None, "code": status}}
+    # Clients repeat a 5xx by themselves; a request that kills workers must not come back in that way.
+    headers = {"x-should-retry": "false"} if fault.code is ErrorCode.POISON_REQUEST else None
+    return JSONResponse(body, status_code=status, headers=headers)
+
+
+class RoutingKey:
+    """Affinity by another usual header: X-SMG-Routing-Key counts as X-Session-ID when that is absent."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = dict(scope["headers"])
+            key = headers.get(b"x-smg-routing-key")
+            if key and b"x-session-id" not in headers:
+                scope["headers"] = [*scope["headers"], (b"x-session-id", key)]
+        await self._app(scope, receive, send)

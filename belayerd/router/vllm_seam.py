@@ -1,0 +1,180 @@
+"""The one module of the router that touches vLLM: every name taken from it, checked at start and refused by name.
+
+vLLM's front end talks to its engine through one object, made by ``EngineCoreClient.make_async_mp_client`` and held as
+``AsyncLLM.engine_core``. ``make_engine`` puts a client of ours there; everything above it runs unmodified. Internal
+API: pinned to one minor version, and ``check`` proves at start that what the client inherits and fills in is there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import vllm.v1.engine.async_llm as async_llm
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import serve_http
+from vllm.exceptions import GracefulHTTPError, VLLMServerError
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import AsyncMPClient, BackgroundResources
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.version import __version__ as VERSION
+
+from belayer.errors import BadMessage, HostUnfit
+from belayerd.router import events as ev
+
+PINNED = "0.32."
+
+__all__ = [
+    "AsyncMPClient",
+    "BackgroundResources",
+    "Codec",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "EngineDeadError",
+    "GracefulHTTPError",
+    "build_app",
+    "check",
+    "init_app_state",
+    "make_engine",
+    "parse_args",
+    "serve_http",
+    "utility_failed",
+]
+
+_FACTORY = "vllm_config executor_class log_stats client_addresses client_count client_index renderer"  # in this order
+_INHERITED = (
+    "call_utility_all_async call_utility_consensus_async collective_rpc_async dp_engines_running "
+    "get_kv_event_sources is_sleeping_async pause_scheduler_async reset_prefix_cache_async resume_scheduler_async "
+    "set_weight_version_async get_weight_version_async wake_up_async sleep_async _apply_ready_response"
+)
+_OVERRIDDEN = (
+    "add_request_async abort_requests_async get_output_async get_supported_tasks_async call_utility_async "
+    "_call_utility_async _ensure_output_queue_task ensure_alive shutdown"
+)
+_OUTPUTS = "engine_index outputs scheduler_stats utility_output weight_version"
+_OUTPUT = "request_id new_token_ids finish_reason prefill_stats events"
+_REQUEST = "request_id external_req_id sampling_params client_index resumable session_id"
+
+
+def check() -> None:
+    """Raise HostUnfit naming the first thing of this vLLM that is not as the router needs it."""
+    problem = next(_problems(), None)
+    if problem is not None:
+        raise HostUnfit(
+            f"vLLM {VERSION} does not fit belayer-router: {problem}", remedy=f"install vLLM {PINNED}x (make setup)"
+        )
+
+
+def _problems() -> Any:
+    if not VERSION.startswith(PINNED):
+        yield "another minor version than the pinned one"
+    factory = inspect.signature(async_llm.EngineCoreClient.make_async_mp_client)
+    if list(factory.parameters) != _FACTORY.split():
+        yield f"make_async_mp_client takes {list(factory.parameters)}"
+    for name in (*_INHERITED.split(), *_OVERRIDDEN.split()):
+        if not callable(getattr(AsyncMPClient, name, None)):
+            yield f"AsyncMPClient.{name} is missing"
+    for kind, wanted in ((EngineCoreOutputs, _OUTPUTS), (EngineCoreOutput, _OUTPUT), (EngineCoreRequest, _REQUEST)):
+        missing = set(wanted.split()) - set(kind.__struct_fields__)
+        if missing:
+            yield f"{kind.__name__} lacks {', '.join(sorted(missing))}"
+    if "engine_dead" not in BackgroundResources.__dataclass_fields__:
+        yield "BackgroundResources.engine_dead is missing"
+
+
+def parse_args(argv: Sequence[str]) -> Namespace:
+    """vLLM's own server arguments, checked by vLLM. Raises what argparse and vLLM raise."""
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(list(argv))
+    validate_parsed_serve_args(args)
+    return args
+
+
+def make_engine(args: Namespace, make_client: Callable[..., Any], healthy: Callable[[], bool]) -> Any:
+    """vLLM's AsyncLLM over the client that ``make_client(vllm_config, renderer, log_stats)`` returns.
+
+    ``healthy``: /health and /ping answer 503 while it is False. Call it inside the running event loop.
+    """
+
+    class Factory:
+        @staticmethod
+        def make_async_mp_client(vllm_config: Any, log_stats: bool, renderer: Any = None, **_: Any) -> Any:
+            return make_client(vllm_config, renderer, log_stats)
+
+    class FrontEngine(async_llm.AsyncLLM):
+        async def check_health(self) -> None:
+            await super().check_health()
+            if not healthy():
+                raise EngineDeadError()  # vLLM's routes know this one: 503
+
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    original = async_llm.EngineCoreClient
+    async_llm.EngineCoreClient = Factory  # AsyncLLM has no parameter for its client; restored below
+    try:
+        return FrontEngine.from_vllm_config(config, usage_context=UsageContext.OPENAI_API_SERVER)
+    finally:
+        async_llm.EngineCoreClient = original
+
+
+def utility_failed(message: str) -> Exception:
+    """What an engine says when an admin call fails: 500 with its words."""
+    error: Exception = VLLMServerError(message)
+    return error
+
+
+# msgspec: not MessagePack, or another shape; the rest: what vLLM's array hooks raise on a bad dtype or buffer.
+_UNREADABLE = (
+    msgspec.MsgspecError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+class Codec:
+    """Frames of the data plane <-> vLLM's structs (vLLM's own MessagePack with out-of-band tensor frames)."""
+
+    def __init__(self) -> None:
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+
+    def encode(self, thing: Any) -> tuple[bytes, ...]:
+        """Copies the frames: they are kept for the life of a request, tensors may be freed before."""
+        return tuple(bytes(frame) for frame in self._encoder.encode(thing))
+
+    def decode(self, frames: Sequence[Any]) -> Any:
+        try:
+            return self._decoder.decode(frames)
+        except _UNREADABLE as why:
+            raise BadMessage(f"not the outputs of an engine step: {why}") from why
+
+    def items(self, outputs: Any) -> tuple[ev.Item, ...]:
+        return tuple(
+            ev.Item(
+                row.request_id,
+                tuple(row.new_token_ids),
+                "" if row.finish_reason is None else str(row.finish_reason),
+            )
+            for row in outputs.outputs
+        )
+
+    def keep(self, outputs: Any, kept: Sequence[tuple[int, bool]]) -> None:
+        rows = []
+        for position, resumed in kept:
+            row = outputs.outputs[position]
+            if resumed:
+                row.prefill_stats = row.events = None
+            rows.append(row)
+        outputs.outputs = rows
