@@ -11,6 +11,6 @@ if stamped "$inputs" && [ -x "$PREFIX/bin/belayer-runtime" ] && [ -x "$PREFIX/ag
 fi
 need_root
 long "building the agent and the runtime wrapper" "the compiler's message is above; musl-gcc comes with musl-tools" \
-  env PREFIX="$PREFIX" bash "$build" "PREFIX=$PREFIX"
+  bash "$build" "$PREFIX"
 [ -x "$PREFIX/bin/belayer-runtime" ] || die "$build left no $PREFIX/bin/belayer-runtime" "read $CACHE/logs/native.log"
 stamp "$inputs"
