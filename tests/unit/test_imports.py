@@ -30,19 +30,7 @@ CORES = [
     "envkeeper/policy.py",
     "envkeeper/estimate.py",
 ]
-IMPURE = {
-    "time",
-    "os",
-    "asyncio",
-    "zmq",
-    "subprocess",
-    "random",
-    "secrets",
-    "logging",
-    "socket",
-    "threading",
-    "structlog",
-}
+IMPURE = {"time", "os", "asyncio", "zmq", "subprocess", "random", "secrets", "logging", "socket", "threading"}
 # torch and vllm cost seconds of import and gigabytes: only the worker and the router's front may see them
 HEAVY = {"torch", "vllm"}
 HEAVY_MAY = ("belayerd.worker", "belayerd.router")
