@@ -78,8 +78,9 @@ class Front:
         tasks = await self._engine.get_supported_tasks()
         app = seam.build_app(self._args, tasks, self._engine.model_config)
         await seam.init_app_state(self._engine, app.state, self._args, tasks)
-        app.add_exception_handler(RouterFault, answer_fault)
+        app.middleware_stack = None  # vLLM has built it; without that it is built again, with these two
         app.add_middleware(RoutingKey)
+        app.add_exception_handler(RouterFault, answer_fault)
         started.set()  # the socket listens since preflight: from here on what is queued there gets answers
         try:
             ended = await seam.serve_http(

@@ -1,0 +1,175 @@
+"""A real router process and fake workers around it, for tests: started, watched, and always ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from tokenizers import Tokenizer
+
+from belayer.errors import BelayerError
+from belayer.messages.common import Done, Ping, Pong
+from belayer.messages.router import RegisterWorker, RouterSlot, RouterStatus, RouterStatusReply, UnregisterWorker
+from belayer.paths import Paths
+from belayer.rpc import SyncClient, call_sync
+from tests.support.wait import eventually
+
+TREE = Path(__file__).parents[2]
+MODEL = TREE / ".cache/models/SmolLM2-135M-Instruct"
+
+# What the recorded engine says: several bytes per character, so that a cut may fall inside one.
+TEXT = "The rope holds: größer als gedacht, 東京タワー, 🙂🙃 and €5. Naïve façade, ёлка; "
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+
+
+def write_record(path: Path) -> list[int]:
+    tokens: list[int] = tokenizer().encode(TEXT, add_special_tokens=False).ids
+    path.write_text(json.dumps(tokens))
+    return tokens
+
+
+def config_text(port: int, slots: list[str], router: str = "") -> str:
+    rows = "".join(f'[[slot]]\nname = "{name}"\nmodel = "smollm2"\nmax_model_len = 2048\n' for name in slots)
+    return f'[[model]]\nname = "smollm2"\npath = "{MODEL}"\n{rows}[router]\nhost = "127.0.0.1"\nport = {port}\n{router}'
+
+
+@dataclass
+class FakeWorker:
+    """One life of a recorded engine."""
+
+    slot: str
+    generation: int
+    worker_id: str
+    endpoint: str
+    process: subprocess.Popen[str]
+
+    def kill(self) -> None:
+        """SIGKILL, and proof that it is gone."""
+        self.process.send_signal(signal.SIGKILL)
+        assert self.process.wait(10) == -signal.SIGKILL
+
+    def release(self) -> None:
+        self.process.send_signal(signal.SIGUSR1)
+
+
+@dataclass
+class RouterHost:
+    root: Path
+    port: int
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    record: list[int]
+    rpc: SyncClient
+    fakes: list[FakeWorker] = field(default_factory=list)
+    lives: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, root: Path, slots: list[str], router: str = "") -> RouterHost:
+        port = free_port()
+        paths = Paths(root).make()
+        paths.config.write_text(config_text(port, slots, router))
+        record = write_record(root / "record.json")
+        process, log = spawn_router(root)
+        host = cls(root, port, process, log, record, SyncClient(paths.router_sock))
+        eventually(host.answers, within=120, what=f"router answers Ping; see {root}/router.log", every=0.1)
+        return host
+
+    def answers(self) -> bool:
+        assert self.process.poll() is None, (self.root / "router.log").read_text()[-3000:]
+        try:
+            return call_sync(Paths(self.root).router_sock, Ping(), Pong, 0.5).daemon == "belayer-router"
+        except BelayerError:
+            return False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def worker(self, slot: str, *args: str, register: bool = True) -> FakeWorker:
+        """The next life of a slot's worker, registered with the router unless told otherwise."""
+        generation = self.lives[slot] = self.lives.get(slot, 0) + 1
+        worker_id = f"{slot}-{generation:08x}"
+        endpoint = f"ipc://{Paths(self.root).worker_sock(worker_id)}"
+        command = [sys.executable, "-m", "tests.support.fake_worker", "--endpoint", endpoint, "--slot", slot]
+        command += ["--generation", str(generation), "--worker-id", worker_id]
+        command += ["--record", str(self.root / "record.json"), *args]
+        process = subprocess.Popen(command, cwd=TREE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "bound\n"
+        fake = FakeWorker(slot, generation, worker_id, endpoint, process)
+        self.fakes.append(fake)
+        if register:
+            self.register(fake)
+        return fake
+
+    def register(self, fake: FakeWorker) -> Done:
+        return self.rpc.call(
+            RegisterWorker(
+                slot=fake.slot,
+                generation=fake.generation,
+                worker_id=fake.worker_id,
+                endpoint=fake.endpoint,
+                model="smollm2",
+                weight_version=1,
+            ),
+            Done,
+        )
+
+    def unregister(self, fake: FakeWorker, *, gone: bool = False, reason: str = "killed") -> Done:
+        return self.rpc.call(
+            UnregisterWorker(slot=fake.slot, generation=fake.generation, gone=gone, reason=reason), Done
+        )
+
+    def status(self) -> RouterStatusReply:
+        return self.rpc.call(RouterStatus(), RouterStatusReply)
+
+    def slot(self, name: str) -> RouterSlot:
+        return next(row for row in self.status().slots if row.slot == name)
+
+    def clear(self) -> None:
+        """End all fake workers and take their slots out: the next test starts with none."""
+        for fake in self.fakes:
+            if fake.process.poll() is None:
+                fake.process.kill()
+            fake.process.wait(10)
+            if fake.process.stdout is not None:
+                fake.process.stdout.close()
+            if self.lives[fake.slot] == fake.generation:
+                self.unregister(fake, gone=True, reason="planned: the test is over")
+        self.fakes.clear()
+
+    def stop(self) -> None:
+        self.clear()
+        self.rpc.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+        self.log.close()
+
+
+def spawn_router(root: Path, config: Path | None = None) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    log = (root / "router.log").open("ab")
+    command = [sys.executable, "-m", "belayerd.router", "--config", str(config or Paths(root).config)]
+    env = {**os.environ, "BELAYER_ROOT": str(root)}
+    return subprocess.Popen(command, cwd=TREE, env=env, stdout=log, stderr=log), log
