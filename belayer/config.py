@@ -54,7 +54,7 @@ class Slot(_Section, frozen=True, kw_only=True):
     model: str
     device: str = "cpu"
     kv_bytes: PositiveInt = 256 << 20
-    block_size: PositiveInt = 16
+    block_size: PositiveInt = 32
     max_model_len: PositiveInt = 2048
     max_num_batched_tokens: PositiveInt = 2048
     max_num_seqs: PositiveInt = 64

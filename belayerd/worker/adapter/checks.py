@@ -1,0 +1,97 @@
+"""What the hooks lean on, written down and looked up before an engine is built (fail closed).
+
+A renamed attribute or a changed signature in vLLM does not raise where it matters: a hook would silently
+stop hooking (weights copied, arena private, resume wrong). So each name is checked here, and the error
+names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from belayer.errors import HostUnfit
+
+VLLM = "0.32.0"
+
+# (module, attribute path, parameters that must be there); None: the attribute only has to exist.
+_LOADER = "vllm.model_executor.model_loader"
+_LAYERS = "vllm.model_executor.layers"
+
+HOOKED: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
+    (_LOADER, "register_model_loader", ("load_format",)),
+    (f"{_LOADER}.base_loader", "BaseModelLoader.load_model", ("vllm_config", "model_config", "prefix")),
+    (f"{_LOADER}.base_loader", "BaseModelLoader.create_model", ("vllm_config", "model_config", "prefix")),
+    (f"{_LOADER}.utils", "process_weights_after_loading", ("model", "model_config", "target_device")),
+    (f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod.process_weights_after_loading", ("layer",)),
+    (f"{_LAYERS}.linear", "UnquantizedLinearMethod.process_weights_after_loading", ("layer",)),
+    ("vllm.v1.worker.utils", "allocate_kv_cache", ("kv_cache_config", "device", "layout")),
+    ("vllm.v1.worker.gpu_worker", "Worker._maybe_get_memory_pool_context", ("tag",)),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
+    ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner._update_states", ("scheduler_output",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.schedule", ("throttle_prefills",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._handle_blocked_waiting_request", ("request",)),
+    ("vllm.v1.core.sched.utils", "check_stop", ("request", "max_model_len")),
+    ("vllm.v1.structured_output", "StructuredOutputManager.accept_tokens", ("request", "new_token_ids")),
+    ("vllm.v1.structured_output", "StructuredOutputManager.grammar_init", ("request",)),
+    ("vllm.v1.request", "Request.from_engine_core_request", ("request", "block_hasher")),
+    ("vllm.v1.request", "Request.append_output_token_ids", ("token_ids",)),
+    ("vllm.v1.engine.core", "EngineCore.reset_prefix_cache", ()),
+    ("vllm.v1.engine.core", "EngineCoreProc._handle_client_request", ("request_type", "request")),
+    ("vllm.v1.engine.core", "EngineCoreProc._process_engine_step", ()),
+    ("vllm.v1.engine.core", "EngineCoreProc._notify_idle_state_callbacks", ()),
+    ("vllm.v1.engine.core", "EngineCoreProc._make_ready_response", ()),
+    ("vllm.v1.engine.core", "EngineCoreProc._send_error_outputs_to_client", ("req_ids", "client_index")),
+    ("vllm.v1.sample.ops.topk_topp_sampler", "TopKTopPSampler.forward_cpu", ("logits", "generators", "k", "p")),
+    ("vllm.v1.serial_utils", "MsgpackDecoder.decode", None),
+    ("vllm.v1.serial_utils", "MsgpackEncoder.encode", None),
+)  # fmt: skip
+
+FIELDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("vllm.v1.core.sched.output", "NewRequestData", ("req_id", "prompt_token_ids", "prefill_token_ids")),
+    ("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("output_token_ids", "generator", "sampling_params")),
+    ("vllm.v1.engine", "EngineCoreOutput", ("finish_reason", "stop_reason", "events", "prefill_stats")),
+    ("vllm.v1.engine", "EngineCoreRequest", ("request_id", "prompt_token_ids", "client_index", "sampling_params")),
+)
+
+
+def _look_up(module: str, path: str) -> Any:
+    try:
+        found: Any = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as why:
+        raise _unfit(f"{module}.{path} is gone ({why})") from why
+    return found
+
+
+def _parameters(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+def self_check() -> None:
+    """Raise HostUnfit naming the first hook of ours that vLLM no longer offers."""
+    version = _look_up("vllm.version", "__version__")
+    if str(version).split("+")[0] != VLLM:
+        raise _unfit(f"its version is {version}")
+    for module, path, wanted in HOOKED:
+        found = _look_up(module, path)
+        missing = sorted(set(wanted or ()) - _parameters(found)) if wanted else []
+        if missing:
+            raise _unfit(f"{module}.{path} has no parameter {missing[0]!r}")
+    for module, path, fields in FIELDS:
+        kind = _look_up(module, path)
+        has = set(getattr(kind, "__struct_fields__", ())) | set(getattr(kind, "__dataclass_fields__", ()))
+        for name in fields:
+            if name not in has:
+                raise _unfit(f"{module}.{path} has no field {name!r}")
+
+
+def _unfit(what: str) -> HostUnfit:
+    return HostUnfit(
+        f"vLLM is not the one that the worker was written for ({VLLM}): {what}",
+        kept="nothing was started",
+        remedy=f"install vLLM {VLLM} (`make setup`)",
+    )

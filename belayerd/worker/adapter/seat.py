@@ -1,0 +1,37 @@
+"""What one worker process has been given: its weights, its arena, and who listens to its scheduler.
+
+vLLM builds loader, worker and scheduler by name, deep inside its own constructors, so the way in for our
+objects is this one variable, set once per process before the engine is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from belayer.errors import BelayerError
+from gpuowner.attach import ArenaView, WeightsView
+
+
+@dataclass
+class Seat:
+    """``scheduled`` is called inside each step, before the model runs, with its number of tokens."""
+
+    weights: WeightsView
+    arena: ArenaView
+    scheduled: Callable[[int], None] = field(default=lambda tokens: None)
+
+
+_seat: list[Seat] = []
+
+
+def take(seat: Seat) -> None:
+    if _seat:
+        raise BelayerError("this process already has an engine's seat")
+    _seat.append(seat)
+
+
+def seat() -> Seat:
+    if not _seat:
+        raise BelayerError("no seat was taken: engines are built by belayerd.worker only")
+    return _seat[0]

@@ -1,0 +1,252 @@
+"""The worker's one loop: poll the socket, feed the engine, step, send, beat.
+
+One thread does all of it, so that a beat proves that steps can still be taken, and so that nothing needs a lock. An
+idle turn ends after 20 ms at most. Peers are told apart by their ZeroMQ identity: two bytes are a front (its client
+index), ``belayerd`` is the control plane.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from belayer import wire
+from belayer.clock import Stopwatch
+from belayer.errors import BelayerError, Fenced, Refused, WorkerFailed
+from belayer.messages import worker as m
+from belayer.messages.common import Done, Ping, Pong
+from belayer.rpc import to_reply
+from belayerd.worker.adapter.core import Core
+from belayerd.worker.heart import EVERY_S, Heart
+from belayerd.worker.standby import same_oracle, take_oracle
+from gpuowner.attach import ArenaView, WeightsView
+
+logger = init_logger(__name__)
+
+CONTROL = b"belayerd"
+_PER_TURN = 256  # messages taken in before the next step, so that a flood cannot starve the engine
+
+
+class Line:
+    """The worker's ROUTER socket. Made before the engine is built: peers may connect and wait."""
+
+    def __init__(self, path: Path) -> None:
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.set(zmq.LINGER, 0)
+        # A front that comes back takes over its identity; unlimited queues, because a full one drops tokens silently.
+        self.socket.set(zmq.ROUTER_HANDOVER, 1)
+        self.socket.set(zmq.SNDHWM, 0)
+        self.socket.set(zmq.RCVHWM, 0)
+        self.socket.set(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
+        path.unlink(missing_ok=True)
+        old = os.umask(0o177)
+        try:
+            self.socket.bind(f"ipc://{path}")
+        finally:
+            os.umask(old)
+
+    def send(self, frames: list[Any]) -> None:
+        self.socket.send_multipart(frames, copy=False)
+
+    def wait(self, seconds: float) -> bool:
+        return bool(self.socket.poll(int(seconds * 1000)))
+
+    def take(self) -> list[bytes] | None:
+        try:
+            return list(self.socket.recv_multipart(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        self.socket.close()
+        self._context.term()
+
+
+@dataclass
+class Standing:
+    """What this worker is and has been proven to be."""
+
+    worker_id: str
+    slot: str
+    state: m.WorkerState = m.WorkerState.STARTING
+    generation: int = 0
+    oracle: m.Oracle | None = None
+    failure: str = ""
+    start_ms: dict[str, float] = field(default_factory=dict)
+
+
+class Outbox:
+    """Stamps and sends the engine's outputs; ``seq`` counts per front."""
+
+    def __init__(self, line: Line, standing: Standing, heart: Heart) -> None:
+        self._line, self._standing, self._heart = line, standing, heart
+        self._encoder = MsgpackEncoder()
+        self._seq: dict[int, int] = defaultdict(int)
+
+    def send(self, client: int, outputs: EngineCoreOutputs) -> None:
+        standing = self._standing
+        stamp = m.Stamp(
+            slot=standing.slot, generation=standing.generation, worker_id=standing.worker_id, seq=self._seq[client]
+        )
+        self._seq[client] += 1
+        self._heart.tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
+        front = client.to_bytes(2, "little")
+        self._line.send([front, b"out", msgspec.msgpack.encode(stamp), *self._encoder.encode(outputs)])
+
+
+class Engine:
+    """Runs until ``Retire``. All handlers run between two steps."""
+
+    def __init__(
+        self,
+        line: Line,
+        core: Core,
+        heart: Heart,
+        standing: Standing,
+        weights: WeightsView,
+        arena: ArenaView,
+        vocab: int,
+    ) -> None:
+        self._line, self._core, self._heart, self._standing = line, core, heart, standing
+        self._weights, self._arena, self._vocab = weights, arena, vocab
+        self._requests = MsgpackDecoder(EngineCoreRequest)
+        self._plain = MsgpackDecoder()
+        self._control: wire.Decoder[Any] = wire.Decoder(m.Request)
+        self._leaving = False
+
+    def run(self) -> None:
+        core, heart = self._core, self._heart
+        while not self._leaving:
+            if core.has_work() or self._line.wait(EVERY_S):
+                self._take_messages()
+            ran = core.turn()
+            running, waiting = core.counts()
+            heart.turn("step" if ran else "idle", running, waiting)
+
+    def _take_messages(self) -> None:
+        for _ in range(_PER_TURN):
+            frames = self._line.take()
+            if frames is None:
+                return
+            if len(frames) < 2:
+                continue
+            if frames[0] == CONTROL:
+                self._answer_control(frames)
+            elif len(frames[0]) == 2:
+                self._from_front(frames[0], frames[1], frames[2:])
+
+    def _from_front(self, front: bytes, kind: bytes, rest: list[bytes]) -> None:
+        client = int.from_bytes(front, "little")
+        try:
+            if kind == b"hello":
+                self._line.send([front, b"ready", msgspec.msgpack.encode(self._core._make_ready_response())])
+            elif kind == b"add" and len(rest) >= 2:
+                self._add(client, rest[0], rest[1:])
+            elif kind == b"abort" and rest:
+                self._core.abort(msgspec.msgpack.decode(rest[0], type=list[str]))
+            elif kind == b"util" and rest:
+                _, call, method, args = self._plain.decode(rest)
+                self._core.utility((client, call, method, args))
+        # A peer's bytes concern that message alone; vLLM's decoder raises whatever its hooks raise.
+        except Exception as why:  # noqa: BLE001
+            logger.warning("message %r of front %d dropped: %r", kind[:16], client, why)
+
+    def _add(self, client: int, prefix: bytes, frames: list[bytes]) -> None:
+        request: EngineCoreRequest = self._requests.decode(frames)
+        request.client_index = client
+        if self._standing.state is not m.WorkerState.MAIN:
+            logger.warning("request %s refused: this worker is %s", request.request_id, self._standing.state)
+            self._core.refuse(request)
+            return
+        self._core.add(request, msgspec.msgpack.decode(prefix, type=list[int]) if prefix else [])
+
+    def _answer_control(self, frames: list[bytes]) -> None:
+        if len(frames) != 4 or frames[1] != b"ctl":
+            return
+        reply: msgspec.Struct
+        try:
+            reply = self._handle(self._control.decode(frames[3]))
+        except BelayerError as why:
+            reply = to_reply(why)
+        self._line.send([frames[0], b"ctl", frames[2], wire.encode(reply)])
+
+    def _handle(self, message: Any) -> msgspec.Struct:
+        standing, watch = self._standing, Stopwatch()
+        match message:
+            case Ping():
+                return Pong(daemon="worker", pid=os.getpid(), instance=standing.worker_id)
+            case m.WorkerStatus():
+                return self._status()
+            case m.TakeArena(epoch=epoch):
+                return self._take_arena(epoch)
+            case m.FlushCache():
+                self._flush()
+                return Done(ms=watch.ms(), detail="prefix cache empty, no block held")
+            case m.Unpark():
+                return Done(ms=watch.ms(), detail="CPU: no graph memory was parked")
+            case m.CheckOracle(expected=expected):
+                oracle, ms = take_oracle(self._core, self._vocab, self._weights.grant.version)
+                return m.OracleReply(oracle=oracle, equal=expected is None or same_oracle(oracle, expected), ms=ms)
+            case m.BecomeMain(generation=generation):
+                return self._become_main(generation)
+            case m.Retire(generation=generation):
+                self._mine(generation)
+                self._leaving = True
+                return Done(ms=watch.ms(), detail="no further step is taken")
+        raise Refused(f"{type(message).__name__} is not handled by a worker")
+
+    def _take_arena(self, epoch: int) -> Done:
+        if self._arena.epoch >= 0:
+            raise Refused(f"this worker already holds the lease of epoch {self._arena.epoch}")
+        ms = self._arena.promote(epoch)
+        # What was computed in the private view is gone; a block of it must not be found again.
+        self._flush()
+        return Done(ms=ms, detail=f"lease of epoch {epoch}, arena shared at the same address")
+
+    def _flush(self) -> None:
+        if not self._core.reset_prefix_cache():
+            raise WorkerFailed("the prefix cache cannot be emptied: requests still hold blocks of it")
+
+    def _become_main(self, generation: int) -> Done:
+        standing = self._standing
+        if generation <= standing.generation:
+            raise Fenced(f"this worker is at generation {standing.generation}, the message carries {generation}")
+        if self._arena.epoch < 0:
+            raise Refused("this worker holds no lease of the arena: TakeArena comes first")
+        if standing.state is not m.WorkerState.STANDBY:
+            raise Refused(f"this worker is {standing.state.value}, not standby")
+        standing.state, standing.generation = m.WorkerState.MAIN, generation
+        return Done(detail=f"main of {standing.slot} in generation {generation}")
+
+    def _mine(self, generation: int) -> None:
+        if generation != self._standing.generation:
+            raise Fenced(f"this worker is at generation {self._standing.generation}, the message carries {generation}")
+
+    def _status(self) -> m.WorkerStatusReply:
+        standing = self._standing
+        running, waiting = self._core.counts()
+        return m.WorkerStatusReply(
+            worker_id=standing.worker_id,
+            slot=standing.slot,
+            pid=os.getpid(),
+            state=standing.state,
+            generation=standing.generation,
+            epoch=self._arena.epoch,
+            weight_version=self._weights.grant.version,
+            weights_digest=self._weights.grant.digest,
+            oracle=standing.oracle,
+            failure=standing.failure,
+            running=running,
+            waiting=waiting,
+            start_ms=standing.start_ms,
+        )

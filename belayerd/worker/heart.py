@@ -1,0 +1,58 @@
+"""The worker's heartbeat: written by the scheduler loop itself, at most every 20 ms, also when idle.
+
+Legal silence is announced first. A step that will take long (a long prefill) announces a deadline scaled by its
+number of tokens and by the slowest rate seen so far; the load and the warm-up announce the slot's start deadline.
+"""
+
+from __future__ import annotations
+
+from belayer.clock import monotonic
+from belayer.heartbeat import Beat
+
+EVERY_S = 0.02
+_MARGIN = 4.0  # a step may be this much slower than the slowest seen before it counts as a hang
+_FIRST_RATE = 0.01  # seconds per token, before any step was timed
+_TIMED_FROM = 16  # tokens; below it a step's time says little about the time per token
+
+
+class Heart:
+    """``hang_limit_s``: silence that the watcher takes for a hang when nothing was announced."""
+
+    def __init__(self, beat: Beat, hang_limit_s: float) -> None:
+        self._beat, self._hang_limit_s = beat, hang_limit_s
+        self._last = 0.0
+        self._rate = 0.0
+        self._began, self._tokens_now = 0.0, 0
+        self.phase, self.step, self.waiting, self.running, self.tokens = "starting", 0, 0, 0, 0
+
+    def announce(self, phase: str, deadline_s: float) -> None:
+        """Beat now: up to ``deadline_s`` of silence is legal from here (0: the hang limit again)."""
+        self.phase = phase
+        self._write(monotonic(), deadline_s)
+
+    def turn(self, phase: str, running: int, waiting: int) -> None:
+        """One turn of the loop is over."""
+        now = monotonic()
+        self._time_step(now)
+        self.running, self.waiting = running, waiting
+        if phase != self.phase or now - self._last >= EVERY_S:
+            self.phase = phase
+            self._write(now, 0.0)
+
+    def step_begins(self, tokens: int) -> None:
+        """Called inside a step, before the model runs with ``tokens`` tokens."""
+        self.step += 1
+        self._began, self._tokens_now = monotonic(), tokens
+        allowance = tokens * (self._rate or _FIRST_RATE) * _MARGIN
+        if allowance > self._hang_limit_s / 2:
+            self.phase = "prefill"
+            self._write(self._began, self._hang_limit_s + allowance)
+
+    def _time_step(self, now: float) -> None:
+        if self._tokens_now >= _TIMED_FROM:
+            self._rate = max(self._rate, (now - self._began) / self._tokens_now)
+        self._tokens_now = 0
+
+    def _write(self, now: float, deadline_s: float) -> None:
+        self._last = now
+        self._beat.beat(self.phase[:64], self.step, self.waiting, self.running, self.tokens, deadline_s)

@@ -1,0 +1,77 @@
+"""The life of a worker in its forked process: attach, build, warm up, take the oracle, serve.
+
+Order matters: the beat announces the start before anything slow; weights are verified before a parameter points at
+them; the arena stays private until ``TakeArena``.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import torch
+from vllm.logger import init_logger
+
+from belayer.clock import Stopwatch
+from belayer.config import Config
+from belayer.heartbeat import Beat
+from belayer.messages.owner import Role
+from belayer.messages.worker import WorkerState
+from belayer.paths import Paths
+from belayerd.worker.adapter import seat, weights
+from belayerd.worker.adapter.core import Core, engine_args
+from belayerd.worker.engine import Engine, Line, Outbox, Standing
+from belayerd.worker.heart import Heart
+from belayerd.worker.standby import take_oracle, warm_up
+from gpuowner.attach import ArenaView, OwnerClient, WeightsView
+
+logger = init_logger(__name__)
+
+__all__ = ["run", "weights"]  # ``weights`` is imported for its effect: it registers the load format
+
+
+def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
+    """Build the engine and serve until retired. Raises BelayerError; the process then ends with status 1."""
+    slot = config.slot_named(slot_name)
+    model = config.model_named(slot.model)
+    own_tmp(paths, worker_id)
+    heart = Heart(Beat(paths.heartbeat(worker_id)), slot.hang_limit_s)
+    heart.announce("loading", slot.start_deadline_s)
+    standing, watch = Standing(worker_id=worker_id, slot=slot_name), Stopwatch()
+
+    def lap(name: str) -> None:
+        standing.start_ms[name] = round(watch.lap(), 1)
+        heart.announce(f"warm-up: {name} done", slot.start_deadline_s)
+
+    line = Line(paths.worker_sock(worker_id))
+    owner_weights = OwnerClient(paths.owner_sock("weights"), Role.WORKER, worker_id)
+    owner_kv = OwnerClient(paths.owner_sock("kv"), Role.WORKER, worker_id)
+    view = WeightsView(owner_weights, slot.model)
+    view.verify()
+    arena = ArenaView(owner_kv, slot_name, slot.kv_bytes)
+    lap("attach")
+    seat.take(seat.Seat(weights=view, arena=arena, scheduled=heart.step_begins))
+    torch.set_num_threads(slot.threads)
+    args = engine_args(model, slot)
+    # Unseeded requests draw from the process's generator; two workers of a slot must not draw the same numbers.
+    args.seed = int.from_bytes(os.urandom(4), "little")
+    core = Core(args, Outbox(line, standing, heart).send)
+    core.model_executor.collective_rpc("assert_arena")
+    core.set_weight_version(str(view.grant.version))
+    lap("engine")
+    vocab = core.vllm_config.model_config.get_vocab_size()
+    warm_up(core, slot.max_model_len, slot.max_num_batched_tokens, vocab, lap)
+    standing.oracle, _ = take_oracle(core, vocab, view.grant.version)
+    core.reset_prefix_cache()
+    lap("oracle")
+    standing.state = WorkerState.STANDBY
+    logger.info("standby %s ready: %s", worker_id, standing.start_ms)
+    Engine(line, core, heart, standing, view, arena, vocab).run()
+    line.close()
+
+
+def own_tmp(paths: Paths, worker_id: str) -> None:
+    """vLLM leaves rendezvous files in TMPDIR when it is killed; in a folder of its own they go with the worker."""
+    folder = paths.worker_tmp(worker_id)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
