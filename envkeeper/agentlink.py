@@ -9,10 +9,12 @@ Blocking calls: the service runs them in threads. A dead sandbox ends a call at 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from belayer.clock import monotonic
@@ -61,6 +63,13 @@ class AgentLink:
     def __init__(self, pid: int, pidfd: int) -> None:
         self._path = f"/proc/{pid}/root/{SOCKET_IN_SANDBOX}"
         self._pidfd = pidfd
+        self._open: set[socket.socket] = set()
+
+    def abort(self) -> None:
+        """End the calls in flight (they raise SandboxLost): for a daemon that stops and leaves its sandboxes."""
+        for sock in list(self._open):
+            with contextlib.suppress(OSError):  # it ended by itself in this moment
+                sock.shutdown(socket.SHUT_RDWR)
 
     def status(self, timeout_s: float = 5.0) -> AgentStatus:
         body = self._ask(b"P", b"", b"p", timeout_s)
@@ -83,7 +92,7 @@ class AgentLink:
                 if monotonic() > end:
                     raise SandboxLost(f"the agent did not listen within {timeout_s:g} s") from None
             # The socket appears within a millisecond of the start; the pidfd wakes us if it never will.
-            if select.select([self._pidfd], [], [], 0.002)[0]:
+            if _readable(self._pidfd, 2):
                 raise SandboxLost("the agent ended before it listened", remedy="see the container's log")
 
     def run(self, action: int, command: bytes, timeout_s: float, cap: int, session: int = 0) -> ActionResult:
@@ -118,16 +127,20 @@ class AgentLink:
             raise AgentError(f"the agent answered {got!r} to {kind!r}: {data.decode(errors='replace')}")
         return data
 
-    def _connect(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            sock.connect(self._path)
-        except OSError as why:
-            sock.close()
-            if select.select([self._pidfd], [], [], 0)[0]:
-                raise SandboxLost("the sandbox is dead") from why
-            raise
-        return sock
+    @contextlib.contextmanager
+    def _connect(self) -> Iterator[socket.socket]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
+            try:
+                sock.connect(self._path)
+            except OSError as why:
+                if _readable(self._pidfd):
+                    raise SandboxLost("the sandbox is dead") from why
+                raise
+            self._open.add(sock)
+            try:
+                yield sock
+            finally:
+                self._open.discard(sock)
 
     @staticmethod
     def _send(sock: socket.socket, kind: bytes, body: bytes) -> None:
@@ -192,10 +205,14 @@ class _Frames:
                     return b""
             if self._pidfd in ready:
                 # PID 1 is dead, and with it every process of the sandbox (pid_namespaces(7)).
-                return b"" if self._buffer_empty_now() else self._sock.recv(1 << 18)
+                return self._sock.recv(1 << 18) if _readable(self._sock.fileno()) else b""
 
-    def _buffer_empty_now(self) -> bool:
-        return not select.select([self._sock], [], [], 0)[0]
+
+def _readable(fd: int, wait_ms: int = 0) -> bool:
+    """poll(2), not select(2): descriptors of a busy host go above 1024."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(wait_ms))
 
 
 def open_pidfd(pid: int) -> int:

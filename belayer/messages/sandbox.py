@@ -83,10 +83,12 @@ class CheckpointInfo(Message, frozen=True, kw_only=True, tag=True):
 
 
 class FullRestore(Message, frozen=True, kw_only=True, tag=True):
-    """Restore READY (or ``checkpoint_id``) into a fresh container; the old life is fenced first."""
+    """Restore READY (or ``checkpoint_id``) into a fresh container; the old life is fenced first. ``incarnation``: the
+    life that was lost; when it is no longer the last one, another restorer has won (ClaimTaken)."""
 
     sandbox_id: str
     checkpoint_id: str = ""
+    incarnation: str = ""
 
 
 class RestoreInfo(Message, frozen=True, kw_only=True, tag=True):

@@ -1,0 +1,43 @@
+"""``envkeeper`` and ``python -m envkeeper [--config PATH]``: sandboxes of this host, in the foreground."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import click
+
+from belayer import config as configs
+from belayer import daemon
+from belayer.errors import BelayerError
+from belayer.paths import Paths
+from envkeeper import doctor, service
+
+
+@click.command(help="Keep the sandboxes of this host and their checkpoints.")
+@click.option("--config", "path", type=click.Path(path_type=Path), default=None, help="belayer.toml")
+@click.option("--doctor", "examine", is_flag=True, help="Really dump and restore a small sandbox, then exit.")
+def cli(path: Path | None, examine: bool) -> None:
+    paths = Paths()
+
+    async def run(stop: asyncio.Event) -> None:
+        config = configs.load(path or paths.config)
+        if examine:
+            for line in await asyncio.to_thread(doctor.examine, config.envkeeper):
+                print(line)
+            return
+        await service.run(config, paths, stop)
+
+    sys.exit(daemon.run(run))
+
+
+def main() -> None:
+    try:
+        cli()
+    except BelayerError as error:
+        sys.exit(daemon.say(error))
+
+
+if __name__ == "__main__":
+    main()

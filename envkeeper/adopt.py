@@ -1,0 +1,94 @@
+"""At start: take up what a former life of envkeeper left (promise O1).
+
+What runs is served again when the agent's own count of finished actions agrees with the record; anything in doubt is
+LOST, which a restore answers. Half-made containers and half-written checkpoints go; a frozen sandbox is thawed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from belayer.errors import BelayerError, WorkerGone
+from belayer.procs import boot_id, open_pidfd
+from envkeeper import freezer
+from envkeeper.agentlink import AgentLink, AgentStatus
+from envkeeper.core import State, after_restart
+from envkeeper.engine import Life
+from envkeeper.keeper import Box, Keeper
+from envkeeper.records import SandboxRecord
+from envkeeper.store import Store
+
+_ASK_S = 10.0  # a CRIU that outlived us may hold the tasks for a moment longer
+
+
+async def adopt(keeper: Keeper) -> None:
+    """Fill ``keeper.boxes``. Raises StateDamaged when a record cannot be read, HostUnfit without Docker."""
+    await keeper.thread(keeper.restorer.sweep)
+    known: set[str] = set()
+    for record in await keeper.thread(keeper.records.load_all):
+        box = Box(record, Store(keeper.paths.checkpoints, record.sandbox_id))
+        await _one(keeper, box)
+        if box.record.state is not State.DESTROYED:
+            keeper.boxes[record.sandbox_id] = box
+            known.add(box.record.container_id)
+    for container_id in await keeper.thread(keeper.host.engine.ours):
+        if container_id not in known:
+            keeper.log.info("removing a container of no record", container=container_id[:12])
+            await keeper.thread(keeper.host.engine.remove, container_id)
+
+
+async def _one(keeper: Keeper, box: Box) -> None:
+    record = box.record
+    gone = await keeper.thread(box.store.recover)
+    pointer = box.store.ready()
+    if pointer is not None:
+        try:
+            box.ready, box.ready_digest = box.store.load(pointer.checkpoint_id)
+        except BelayerError as why:
+            keeper.log.error("READY cannot be read", sandbox=record.sandbox_id, why=str(why))
+    found = await keeper.thread(_look, keeper, record)
+    status = found[3] if found else None
+    state, reason = after_restart(
+        record.state,
+        alive=found is not None,
+        agent_busy=bool(status and status.busy),
+        agent_last=status.last_action if status else -1,
+        boundary=record.boundary,
+    )
+    if record.making:
+        await keeper.thread(keeper.host.engine.remove, record.making)
+        box.store.release(record.incarnation)
+    box.record = msgspec.structs.replace(
+        record, state=state, reason=record.reason if record.state is State.LOST else reason, making=""
+    )
+    if state is State.DESTROYED:
+        await keeper.thread(keeper._clear, box)
+        return
+    if found is not None:
+        keeper.live(box, found[0], found[1], found[2])
+    keeper.records.save(box.record, durable=True)
+    keeper.log.info(
+        "adopted", sandbox=record.sandbox_id, before=str(record.state), after=str(state), reason=reason, discarded=gone
+    )
+
+
+def _look(keeper: Keeper, record: SandboxRecord) -> tuple[Life, int, AgentLink, AgentStatus] | None:
+    """The recorded life if it is still the very same process and its agent answers; None otherwise."""
+    if not record.container_id or record.boot_id != boot_id():
+        return None
+    try:
+        life = keeper.host.engine.life(record.container_id)
+        pidfd = open_pidfd(record.pid, record.start_time)
+    except (BelayerError, WorkerGone):
+        return None
+    try:
+        group = freezer.of_process(life.pid)
+        if group.wants_frozen():
+            group.thaw()
+        link = AgentLink(life.pid, pidfd)
+        return life, pidfd, link, link.status(_ASK_S)
+    except (BelayerError, OSError):
+        os.close(pidfd)
+        return None

@@ -1,0 +1,93 @@
+"""Proof instead of belief: dump a small sandbox with a TCP connection and a file lock, kill it, restore it, ask it.
+
+CRIU's own check passes on hosts where every dump of a socket fails, so versions alone say nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from belayer.clock import Stopwatch
+from belayer.config import Envkeeper
+from belayer.errors import BelayerError, HostUnfit
+from belayer.paths import Paths
+from envkeeper import freezer, host, restore, upper
+from envkeeper.agentlink import AgentLink, open_pidfd
+from envkeeper.checkpoint import Checkpointer, Subject
+from envkeeper.engine import Recipe
+from envkeeper.store import RecipeRecord, Store
+
+_LOAD = b"""
+X=41; cd /var; (exec 8>/lock; flock 8 2>/dev/null || true; i=0; while :; do i=$((i+1)); echo $i >/n; sleep 0.02; done) &
+"""
+_ASK = b'echo "$X $PWD"'
+
+
+def examine(config: Envkeeper, prefix: Path = host.PREFIX) -> list[str]:
+    """Lines for people, one fact each. Raises HostUnfit when a sandbox would not come back here."""
+    with tempfile.TemporaryDirectory(prefix="belayer-doctor-", dir="/var/tmp") as folder:
+        paths = Paths(folder).make()
+        found = host.inspect(config, paths, prefix)
+        lines = [f"{name}: {value}" for name, value in sorted(found.versions.items())]
+        lines.append(f"reflink: {'yes' if _reflink(found) else 'no (large files are copied while frozen)'}")
+        try:
+            lines += _round_trip(config, paths, found)
+        except BelayerError as why:
+            raise HostUnfit(f"a small sandbox did not survive its death here: {why}", remedy=why.remedy) from why
+        finally:
+            for container_id in found.engine.ours():
+                found.engine.remove(container_id)
+        return lines
+
+
+def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
+    engine, name = found.engine, "doctor"
+    recipe = Recipe(engine.pin(config.image), str(found.agent), name, config.memory_mb, config.cpus, config.pids, {})
+    record = RecipeRecord(
+        image_id=recipe.image_id, agent=recipe.agent, hostname=name, memory_mb=recipe.memory_mb,
+        cpus=recipe.cpus, pids=recipe.pids, env={},
+    )  # fmt: skip
+    watch = Stopwatch()
+    container = engine.create(recipe, name, "doctor.1")
+    engine.start(container)
+    life = engine.life(container)
+    pidfd = open_pidfd(life.pid)
+    try:
+        link = AgentLink(life.pid, pidfd)
+        link.wait_ready()
+        started = watch.lap()
+        link.run(1, _LOAD, 10.0, 4096)
+        store = Store(paths.checkpoints, name)
+        checkpointer = Checkpointer(found.criu, found.versions, config.checkpoint_timeout_s)
+        manifest, _, _ = checkpointer.run(Subject(name, "doctor.1", 1, "", life, record), link, store)
+        restore.fence(pidfd, freezer.of_process(life.pid))
+    finally:
+        os.close(pidfd)
+    restorer = restore.Restorer(engine, paths.state / "restores", found.search)
+    watch.lap()
+    back = restorer.run(manifest, store, "doctor.2", config.restore_timeout_s, lambda _: None)
+    took = watch.lap()
+    try:
+        seen = back.link.run(2, _ASK, 10.0, 4096).stdout
+    finally:
+        os.close(back.pidfd)
+    if seen != b"41 /var\n":
+        raise HostUnfit(f"the restored shell answers {seen!r} instead of its variable and directory")
+    return [
+        f"start: {started:.0f} ms",
+        f"frozen: {manifest.frozen_ms:.0f} ms",
+        f"restore: {took:.0f} ms, proven by {back.proof}",
+    ]
+
+
+def _reflink(found: host.Host) -> bool:
+    probe = Path(tempfile.mkdtemp(prefix="belayer-reflink-", dir=found.versions["data_root"]))
+    try:
+        (probe / "a").write_bytes(bytes(8192))
+        with (probe / "a").open("rb") as source, (probe / "b").open("wb") as target:
+            return upper.clone_range(source.fileno(), 0, 8192, target.fileno(), 0)
+    finally:
+        shutil.rmtree(probe)

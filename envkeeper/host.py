@@ -1,0 +1,53 @@
+"""What this host has: checked once at start, and named with a remedy when it is missing (exit 2, nothing created)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from belayer.config import Envkeeper
+from belayer.errors import HostUnfit
+from belayer.paths import Paths
+from envkeeper.criu import Criu, search_path
+from envkeeper.engine import Engine
+from envkeeper.restore import CLAIMS
+
+PREFIX = Path("/opt/belayer")  # where `make setup` puts the native parts
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Tools of this host and their versions, which go into every manifest."""
+
+    engine: Engine
+    criu: Criu
+    search: str
+    agent: Path
+    versions: dict[str, str]
+
+
+def inspect(config: Envkeeper, paths: Paths, prefix: Path = PREFIX) -> Host:
+    """Blocking. Raises HostUnfit."""
+    if os.geteuid() != 0:
+        raise HostUnfit("envkeeper needs root: it freezes, dumps and restores processes", remedy="start it as root")
+    agent = prefix / "agent" / "current"
+    if not os.access(agent, os.X_OK):
+        raise HostUnfit(f"no agent at {agent}", remedy="run `make setup`, or envkeeper/agent/build.sh")
+    agent = agent.resolve()  # the versioned file: a restore needs the very same binary
+    binary = Path(config.criu)
+    search = search_path(binary, prefix / "lib" / "criu-path")
+    criu = Criu(binary, search)
+    version = ".".join(map(str, criu.version()))
+    engine = Engine(config.docker, config.runtime, owner_of(paths))
+    versions = engine.check() | {"criu": version, "agent": agent.name}
+    engine.pin(config.image)
+    cached = criu.cache_kernel_facts()
+    CLAIMS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return Host(engine, criu, search, agent, versions | {"kdat_cached": str(cached).lower()})
+
+
+def owner_of(paths: Paths) -> str:
+    """Label value of this root: several roots on one host never touch each other's containers."""
+    return hashlib.sha256(str(paths.state).encode()).hexdigest()[:16]

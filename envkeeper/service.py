@@ -1,0 +1,132 @@
+"""envkeeper's socket: messages to keeper calls and back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from belayer import log
+from belayer.clock import Stopwatch
+from belayer.config import Config
+from belayer.daemon import OnlyOne, new_instance, notify, serve_until
+from belayer.errors import BadMessage
+from belayer.messages import sandbox as m
+from belayer.messages.common import Done, FaultProof, Ping, Pong
+from belayer.paths import Paths
+from belayer.rpc import Server
+from envkeeper import host
+from envkeeper.adopt import adopt
+from envkeeper.keeper import Box, Keeper
+from envkeeper.store import Manifest
+
+NAME = "envkeeper"
+
+
+class Service:
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper, self._instance = keeper, new_instance()
+
+    async def handle(self, ask: Any) -> msgspec.Struct:
+        keeper = self._keeper
+        match ask:
+            case Ping():
+                return Pong(daemon=NAME, pid=os.getpid(), instance=self._instance)
+            case m.CreateSandbox():
+                return info(await keeper.create(ask))
+            case m.ExecAction():
+                return await keeper.exec(ask)
+            case m.FullCheckpoint():
+                box, total, phases = await keeper.checkpoint(ask)
+                assert box.ready is not None
+                return checkpoint_info(box.ready, box.ready_digest, total, phases)
+            case m.FullRestore():
+                return await self._restore(ask)
+            case m.ListSandboxes():
+                rows = tuple(info(box) for _, box in sorted(keeper.boxes.items()))
+                return m.SandboxList(sandboxes=rows, instance=self._instance, pid=os.getpid())
+            case m.ListCheckpoints():
+                return self._checkpoints(keeper.box(ask.sandbox_id))
+            case m.DestroySandbox():
+                watch = Stopwatch()
+                await keeper.destroy(ask)
+                return Done(ms=watch.ms(), detail="checkpoints kept" if ask.keep_checkpoints else "nothing kept")
+            case m.InjectSandboxFault():
+                pid, seen, ms = await keeper.inject(ask)
+                return FaultProof(fault=f"{ask.kind}-sandbox", target=ask.sandbox_id, pid=pid, seen=seen, ms=ms)
+        raise BadMessage(f"envkeeper does not know {type(ask).__name__}")
+
+    async def _restore(self, ask: m.FullRestore) -> m.RestoreInfo:
+        box, manifest, back, total = await self._keeper.restore(ask)
+        return m.RestoreInfo(
+            sandbox_id=manifest.sandbox_id,
+            incarnation=box.record.incarnation,
+            checkpoint_id=manifest.checkpoint_id,
+            boundary=manifest.boundary,
+            context_digest=manifest.context_digest,
+            container_id=back.life.container_id,
+            total_ms=round(total, 3),
+            phases_ms=_rounded(back.phases_ms),
+            proof=back.proof,
+        )
+
+    @staticmethod
+    def _checkpoints(box: Box) -> m.CheckpointList:
+        rows = tuple(checkpoint_info(row, "", 0.0, row.phases_ms) for row in box.store.list())
+        return m.CheckpointList(checkpoints=rows, ready=box.ready.checkpoint_id if box.ready else "")
+
+
+def info(box: Box) -> m.SandboxInfo:
+    record, ready = box.record, box.ready
+    return m.SandboxInfo(
+        sandbox_id=record.sandbox_id,
+        incarnation=record.incarnation,
+        state=str(record.state),
+        boundary=record.boundary,
+        container_id=record.container_id,
+        pid=record.pid if box.pidfd >= 0 else 0,
+        image=record.recipe.image_id,
+        ready_boundary=ready.boundary if ready else -1,
+        ready_checkpoint=ready.checkpoint_id if ready else "",
+        context_digest=record.context_digest,
+        reason=record.reason,
+    )
+
+
+def checkpoint_info(row: Manifest, digest: str, total_ms: float, phases: dict[str, float]) -> m.CheckpointInfo:
+    return m.CheckpointInfo(
+        checkpoint_id=row.checkpoint_id,
+        sandbox_id=row.sandbox_id,
+        boundary=row.boundary,
+        context_digest=row.context_digest,
+        digest=digest,
+        frozen_ms=row.frozen_ms,
+        total_ms=round(total_ms, 3),
+        nbytes=row.nbytes,
+        phases_ms=_rounded(phases),
+    )
+
+
+def _rounded(phases: dict[str, float]) -> dict[str, float]:
+    return {name: round(ms, 3) for name, ms in phases.items()}
+
+
+async def run(config: Config, paths: Paths, stop: asyncio.Event, prefix: Path = host.PREFIX) -> None:
+    """The daemon until ``stop``. Raises HostUnfit before anything was created."""
+    logger = log.setup(NAME)
+    found = await asyncio.to_thread(host.inspect, config.envkeeper, paths, prefix)
+    paths.make()
+    only = OnlyOne(paths.run, NAME)
+    keeper = Keeper(config.envkeeper, paths, found, logger)
+    await adopt(keeper)
+    server = Server(paths.envkeeper_sock, m.Request, Service(keeper).handle)
+    logger.info("ready", sandboxes=len(keeper.boxes), **found.versions)
+    notify("READY=1")
+    try:
+        await serve_until(stop, server.serve())
+    finally:
+        await keeper.close()
+        del only
