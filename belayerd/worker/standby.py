@@ -18,8 +18,8 @@ from belayer.errors import WorkerFailed
 from belayer.messages.worker import Oracle
 from belayerd.worker.adapter.core import INTERNAL, Core, is_error
 
-_LONG = 256  # tokens of the warm-up's prefill, cut to what the engine takes
-_ORACLE_LENGTH = 16
+_LONG = 96  # tokens of the warm-up's prefill, cut to what the engine takes
+_ORACLE_LENGTH = 4  # short: it runs inside a handover, where the time to read all weights once is what it costs
 
 
 def _request(name: str, prompt: list[int], params: SamplingParams) -> EngineCoreRequest:

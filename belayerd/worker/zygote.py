@@ -204,13 +204,16 @@ def _cut_ties(log_path: Path) -> None:
     os.closerange(3, 1 << 16)
 
 
-def import_engine() -> float:
-    """Import everything that a worker needs; returns milliseconds. Raises HostUnfit when a hook does not fit."""
+def import_engine(config: Config) -> float:
+    """Import and preload all that workers share; returns milliseconds. Raises HostUnfit when a hook does not fit."""
     watch = Stopwatch()
     try:
         import_module("belayerd.worker.adapter.checks").self_check()
         for name in IMPORTS:
             import_module(name)
+        preload = import_module("belayerd.worker.adapter.core").preload
+        for slot in config.slot:
+            preload(config.model_named(slot.model), slot)
     except ImportError as why:
         raise HostUnfit(f"vLLM cannot be imported: {why}", remedy="run `make setup`") from why
     return watch.ms()
@@ -227,7 +230,7 @@ def main() -> int:
         paths = Paths().make()
         config = load(args.config or paths.config)
         lock = OnlyOne(paths.run, "zygote")
-        ms = import_engine()
+        ms = import_engine(config)
         threads = len(os.listdir("/proc/self/task"))
         if threads != 1:
             raise HostUnfit(f"{threads} threads after importing vLLM: a fork would not be safe")

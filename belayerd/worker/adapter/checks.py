@@ -27,6 +27,7 @@ HOOKED: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     (f"{_LOADER}.utils", "process_weights_after_loading", ("model", "model_config", "target_device")),
     (f"{_LAYERS}.vocab_parallel_embedding", "UnquantizedEmbeddingMethod.process_weights_after_loading", ("layer",)),
     (f"{_LAYERS}.linear", "UnquantizedLinearMethod.process_weights_after_loading", ("layer",)),
+    ("vllm.tokenizers.registry", "cached_tokenizer_from_config", ("model_config",)),
     ("vllm.v1.worker.utils", "allocate_kv_cache", ("kv_cache_config", "device", "layout")),
     ("vllm.v1.worker.gpu_worker", "Worker._maybe_get_memory_pool_context", ("tag",)),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
