@@ -7,6 +7,7 @@ It imports no vLLM, so that a test may start and kill dozens. It passes the same
 of the request alone, as a greedy engine's tokens are, so a continuation can be checked against an unfailed run.
 
 ``--hold-at N``: the engine stops stepping once any request has N output tokens, until SIGUSR1: a place to be killed.
+SIGUSR2: send a message that nobody can read.
 ``--late-finish``: the finish comes in a message of its own, after the last token.
 ``--stamp-generation G``: lie about the generation, as a worker would that outlived its replacement.
 """
@@ -93,7 +94,9 @@ class RecordedEngine:
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.RCVHWM, 0)
         self.socket.bind(args.endpoint)
+        self.babble = False
         signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "released", True))
+        signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "babble", True))
 
     def run(self) -> None:
         print("bound", flush=True)
@@ -105,6 +108,9 @@ class RecordedEngine:
                 self.take(self.socket.recv_multipart())
                 wait = 0
             self.held = self.held and not self.released
+            if self.babble:
+                self.babble = False
+                self.socket.send_multipart([(0).to_bytes(2, "little"), b"out", b"no stamp", b"no outputs"])
             if self.live and not self.held and monotonic() >= next_step:
                 next_step = monotonic() + self.args.step_ms / 1e3
                 self.step()

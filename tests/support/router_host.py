@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import zmq
 from tokenizers import Tokenizer
 
+from belayer import wire
 from belayer.errors import BelayerError
 from belayer.messages.common import Done, Ping, Pong
 from belayer.messages.router import RegisterWorker, RouterSlot, RouterStatus, RouterStatusReply, UnregisterWorker
+from belayer.messages.worker import WorkerStatus, WorkerStatusReply
 from belayer.paths import Paths
-from belayer.rpc import SyncClient, call_sync
+from belayer.rpc import SyncClient, call_sync, decode_reply
 from tests.support.wait import eventually
 
 TREE = Path(__file__).parents[2]
@@ -47,7 +50,11 @@ def write_record(path: Path) -> list[int]:
 
 def config_text(port: int, slots: list[str], router: str = "") -> str:
     rows = "".join(f'[[slot]]\nname = "{name}"\nmodel = "smollm2"\nmax_model_len = 2048\n' for name in slots)
-    return f'[[model]]\nname = "smollm2"\npath = "{MODEL}"\n{rows}[router]\nhost = "127.0.0.1"\nport = {port}\n{router}'
+    return (
+        f'[[model]]\nname = "smollm2"\npath = "{MODEL}"\n{rows}'
+        "[policy]\nfence_deadline_s = 0.5\nstep_deadline_s = 0.5\n"
+        f'[router]\nhost = "127.0.0.1"\nport = {port}\n{router}\n'
+    )
 
 
 @dataclass
@@ -67,6 +74,21 @@ class FakeWorker:
 
     def release(self) -> None:
         self.process.send_signal(signal.SIGUSR1)
+
+    def babble(self) -> None:
+        self.process.send_signal(signal.SIGUSR2)
+
+    def running(self) -> int:
+        """How many requests its engine holds, asked as belayerd asks."""
+        context = zmq.Context()
+        with context.socket(zmq.DEALER) as sock:
+            sock.set(zmq.LINGER, 0)
+            sock.connect(self.endpoint)
+            sock.send_multipart([b"ctl", b"1", wire.encode(WorkerStatus())])
+            assert sock.poll(5000)
+            reply = decode_reply(sock.recv_multipart()[2], WorkerStatusReply)
+        context.term()
+        return reply.running
 
 
 @dataclass
