@@ -78,7 +78,8 @@ class _Frozen:
 
     def end(self) -> None:
         """CRIU's post-dump: images are written, tasks still stopped; the copy must be whole before they run."""
-        assert self.watch is not None and self.copy is not None
+        assert self.watch is not None
+        assert self.copy is not None
         self.phases["dump"] = self.watch.lap()
         self.copy.result()
         self.phases["copy_rest"] = self.watch.lap()

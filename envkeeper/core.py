@@ -193,13 +193,18 @@ def decide(state: State, event: Event) -> Decision:
     return TABLE[state][event]
 
 
-def after_restart(recorded: State, *, alive: bool, agent_busy: bool, agent_last: int, boundary: int) -> tuple[State, str]:
+def after_restart(
+    recorded: State, *, alive: bool, agent_busy: bool, agent_last: int, boundary: int
+) -> tuple[State, str]:
     """State of a re-adopted sandbox, and the reason when it is lost (promises O1, E5). ``agent_last`` is the agent's
     own count of finished actions: one more than the record means an observation that nobody was given."""
     if recorded is _S.DESTROYED:
         return _S.DESTROYED, ""
     if recorded in (_S.LOST, _S.RESTORING):
-        return _S.LOST, "a restore was under way when envkeeper ended" if recorded is _S.RESTORING else "it was lost before"
+        return (
+            _S.LOST,
+            "a restore was under way when envkeeper ended" if recorded is _S.RESTORING else "it was lost before",
+        )
     if recorded is _S.CREATING:
         return _S.DESTROYED, "envkeeper ended while it was being made"
     if not alive:

@@ -71,8 +71,8 @@ class Engine:
         if self._runtime not in info.get("Runtimes", {}):
             raise HostUnfit(
                 f"Docker does not know the runtime {self._runtime}",
-                remedy='add "runtimes": {"%s": {"path": "/opt/belayer/bin/belayer-runtime"}} to '
-                "/etc/docker/daemon.json and reload dockerd" % self._runtime,
+                remedy=f'add "runtimes": {{"{self._runtime}": {{"path": "/opt/belayer/bin/belayer-runtime"}}}} to '
+                "/etc/docker/daemon.json and reload dockerd",
             )
         return {
             "docker": version["Version"],

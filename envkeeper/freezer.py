@@ -61,9 +61,13 @@ class Freezer:
             return []
 
     def _write(self, *, frozen: bool) -> None:
-        name, value = ("cgroup.freeze", "1" if frozen else "0") if self.v2 else (
-            "freezer.state",
-            "FROZEN" if frozen else "THAWED",
+        name, value = (
+            ("cgroup.freeze", "1" if frozen else "0")
+            if self.v2
+            else (
+                "freezer.state",
+                "FROZEN" if frozen else "THAWED",
+            )
         )
         # Unbuffered and in one write: a control file takes exactly one value.
         fd = os.open(self.folder / name, os.O_WRONLY | os.O_CLOEXEC)

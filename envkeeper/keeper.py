@@ -18,7 +18,16 @@ import msgspec
 
 from belayer.clock import Stopwatch
 from belayer.config import Envkeeper
-from belayer.errors import BelayerError, ErrorCode, Fenced, Refused, RestoreFailed, SandboxLost, SandboxUnknown, from_code
+from belayer.errors import (
+    BelayerError,
+    ErrorCode,
+    Fenced,
+    Refused,
+    RestoreFailed,
+    SandboxLost,
+    SandboxUnknown,
+    from_code,
+)
 from belayer.ids import is_name, new_sandbox_id
 from belayer.messages.sandbox import (
     CreateSandbox,
@@ -344,8 +353,11 @@ class Keeper:
             self._save(box, durable=True)
         docker = await self.thread(self.host.engine.why_dead, box.record.container_id)
         raise SandboxLost(
-            f"{box.record.sandbox_id} was lost in action {number} ({why}; Docker: {docker}): what the action did is unknown",
-            kept=f"checkpoint {box.ready.checkpoint_id} at boundary {box.ready.boundary}" if box.ready else "no checkpoint",
+            f"{box.record.sandbox_id} was lost in action {number} ({why}; Docker: {docker}): "
+            "what the action did is unknown",
+            kept=f"checkpoint {box.ready.checkpoint_id} at boundary {box.ready.boundary}"
+            if box.ready
+            else "no checkpoint",
             remedy="restore, and generate again from that boundary" if box.ready else "start a new sandbox",
         )
 

@@ -10,6 +10,7 @@ anything else destroys the new container and says why.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -49,10 +50,8 @@ class Restored:
 def fence(pidfd: int, group: Freezer | None, deadline_s: float = 10.0) -> None:
     """Kill PID 1 of a life and see it dead; with it die all processes of its pid namespace (pid_namespaces(7)).
     Raises RestoreFailed when it is not dead in time. A frozen group is thawed: a frozen task takes no signal."""
-    try:
+    with contextlib.suppress(ProcessLookupError):  # dead already
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     if group is not None:
         group.thaw()
     if wait_dead([pidfd], deadline_s):

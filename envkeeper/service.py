@@ -75,7 +75,7 @@ class Service:
 
     @staticmethod
     def _checkpoints(box: Box) -> m.CheckpointList:
-        rows = tuple(checkpoint_info(row, "", 0.0, row.phases_ms) for row in box.store.list())
+        rows = tuple(checkpoint_info(row, "", 0.0, row.phases_ms) for row in box.store.all())
         return m.CheckpointList(checkpoints=rows, ready=box.ready.checkpoint_id if box.ready else "")
 
 

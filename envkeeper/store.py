@@ -142,7 +142,7 @@ class Store:
         except msgspec.DecodeError as why:
             raise CheckpointIncomplete(f"{self.home / READY} is damaged: {why}") from why
 
-    def list(self) -> list[Manifest]:
+    def all(self) -> list[Manifest]:
         """Complete checkpoints, oldest first. A folder whose manifest cannot be read is not one."""
         out = []
         for folder in self._done.iterdir():
@@ -170,7 +170,9 @@ class Store:
         if pointer and pointer.checkpoint_id == checkpoint_id and pointer.manifest_sha256 != digest:
             raise RestoreFailed(f"the manifest of {checkpoint_id} is not the one that READY names: it was changed")
         if manifest.format != FORMAT:
-            raise RestoreFailed(f"checkpoint {checkpoint_id} has format {manifest.format}, this envkeeper reads {FORMAT}")
+            raise RestoreFailed(
+                f"checkpoint {checkpoint_id} has format {manifest.format}, this envkeeper reads {FORMAT}"
+            )
         return manifest, digest
 
     def verify(self, manifest: Manifest) -> None:
@@ -179,9 +181,9 @@ class Store:
         found.pop(MANIFEST, None)
         for name in sorted(found.keys() | manifest.files.keys()):
             if found.get(name) != manifest.files.get(name):
+                what = "missing" if name not in found else "changed" if name in manifest.files else "not part of it"
                 raise RestoreFailed(
-                    f"file {name} of checkpoint {manifest.checkpoint_id} is "
-                    f"{'missing' if name not in found else 'not part of it' if name not in manifest.files else 'changed'}",
+                    f"file {name} of checkpoint {manifest.checkpoint_id} is {what}",
                     kept="the other checkpoints",
                     remedy="restore an older one by its id",
                 )
@@ -207,7 +209,7 @@ class Store:
     def prune(self, keep: int) -> list[str]:
         """Remove the oldest beyond ``keep``; READY stays. The names of what went."""
         pointer = self.ready()
-        spare = [row.checkpoint_id for row in self.list() if not pointer or row.checkpoint_id != pointer.checkpoint_id]
+        spare = [row.checkpoint_id for row in self.all() if not pointer or row.checkpoint_id != pointer.checkpoint_id]
         gone = spare[: max(0, len(spare) + 1 - keep)]
         for name in gone:
             # First out of sight, in one step: a half deleted folder must not look like a checkpoint.

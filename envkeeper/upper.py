@@ -2,8 +2,8 @@
 
 The layer is copied *raw* (not through the merged view): whiteouts stay character devices 0:0, directories keep the
 opaque and other trusted.overlay attributes, capabilities and ACLs are attributes like any other; hard links, holes,
-sockets, pipes and device nodes stay what they are, times keep their nanoseconds. Inode numbers and ctimes cannot be kept
-(docs: declared differences).
+sockets, pipes and device nodes stay what they are, times keep their nanoseconds. Inode numbers and
+ctimes cannot be kept (declared differences).
 
 Format: ``upper.index`` (msgpack list of entries, parents before children) and ``upper.pack`` (the data of all files in
 one stream). One stream, because creating ten thousand files costs ten times their bytes. Large files start on a

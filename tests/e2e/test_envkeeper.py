@@ -27,9 +27,11 @@ for top in sys.argv[1:]:
             kind = stat.S_IFMT(s.st_mode)
             body = hashlib.sha256(open(path, "rb").read()).hexdigest() if kind == stat.S_IFREG else ""
             link = os.readlink(path) if kind == stat.S_IFLNK else ""
-            attrs = [(n, os.getxattr(path, n, follow_symlinks=False)) for n in sorted(os.listxattr(path, follow_symlinks=False))]
+            names_of = sorted(os.listxattr(path, follow_symlinks=False))
+            attrs = [(n, os.getxattr(path, n, follow_symlinks=False)) for n in names_of]
             links = s.st_nlink if kind == stat.S_IFREG else 0
-            print(path, oct(s.st_mode), s.st_uid, s.st_gid, s.st_size, s.st_mtime_ns, s.st_rdev, links, body, link, attrs)
+            owner = (oct(s.st_mode), s.st_uid, s.st_gid)
+            print(path, *owner, s.st_size, s.st_mtime_ns, s.st_rdev, links, body, link, attrs)
 """
 
 MAKE_TREE = r"""
@@ -66,7 +68,9 @@ def manifest(box: Sandbox) -> list[str]:
     assert seen.exit_code == 0, seen.stderr
     assert not seen.truncated
     # Docker makes these anew for each container: declared differences.
-    return [row for row in seen.stdout.splitlines() if not row.startswith(("/etc/host", "/etc/resolv.conf", "/etc/mtab"))]
+    return [
+        row for row in seen.stdout.splitlines() if not row.startswith(("/etc/host", "/etc/resolv.conf", "/etc/mtab"))
+    ]
 
 
 def kill(host: EnvHost, box: Sandbox) -> None:
