@@ -35,5 +35,10 @@ command -v apt-get >/dev/null || die "this machine has no apt-get" "Belayer's se
 long "apt-get update" "check the network and the files under /etc/apt/sources.list.d" apt-get update
 if ! command -v docker >/dev/null && ! printf '%s\n' "${missing[@]}" | grep -qx docker-cli \
    && [ -n "$(apt-cache madison docker-cli 2>/dev/null)" ]; then missing+=(docker-cli); fi
+# apt-get update succeeds even when no mirror answered, so the offer itself is looked at.
+for package in "${missing[@]}"; do
+  apt-cache show --no-all-versions "$package" >/dev/null 2>&1 ||
+    die "no package $package on offer after apt-get update" "check the network and the files under /etc/apt/sources.list.d (log: $CACHE/logs/$STEP.log)"
+done
 long "installing ${missing[*]}" "run apt-get install ${missing[*]} by hand and read what it says" \
   apt-get install -y --no-install-recommends "${missing[@]}"
