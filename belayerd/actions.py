@@ -7,9 +7,10 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from belayer.errors import HandoverFailed, LeaseRefused, OwnerGone, WeightsTorn
+from belayer.clock import monotonic
+from belayer.errors import DaemonUnreachable, HandoverFailed, LeaseRefused, OwnerGone, WeightsTorn
 from belayer.messages.common import Done
-from belayer.messages.router import RegisterWorker, UnregisterWorker
+from belayer.messages.router import RegisterWorker, RouterStatus, RouterStatusReply, UnregisterWorker
 from belayer.messages.worker import (
     BecomeMain,
     CheckOracle,
@@ -28,9 +29,12 @@ from belayerd.handover import BY_ACTION, Action
 from belayerd.links import OwnerLink, WorkerLink
 from belayerd.pair import Ref
 
+_YIELD_S = 2.0  # a slot is exposed this much longer at most
+
 
 class Target(msgspec.Struct, kw_only=True):
-    """What an action works on. ``link``/``pidfd`` are of the worker being promoted and of the old main."""
+    """What an action works on. ``link``: of the worker being promoted; ``old_pidfd``: None when it has ended.
+    ``reason``: a planned handover is not counted as a death of the requests on board (poison bound)."""
 
     slot: str
     model: str
@@ -40,6 +44,7 @@ class Target(msgspec.Struct, kw_only=True):
     old: Ref | None
     old_pidfd: int | None
     oracle: Oracle | None
+    reason: str
 
 
 class Actions:
@@ -74,7 +79,7 @@ class Actions:
             raise HandoverFailed(f"{action} did not end in {deadline:g} s") from why
 
     async def _unregister(self, target: Target) -> str:
-        message = UnregisterWorker(slot=target.slot, generation=target.generation - 1, reason="handover")
+        message = UnregisterWorker(slot=target.slot, generation=target.generation - 1, reason=target.reason)
         done = await self._router.call(message, Done, self._step_s)
         return done.detail
 
@@ -159,6 +164,22 @@ class Actions:
     async def _register(self, target: Target) -> str:
         assert target.worker is not None
         return await self.announce(target.slot, target.model, target.worker, target.generation, target.oracle)
+
+    async def until_resumed(self, slot: str, generation: int) -> None:
+        """Until a token of a resumed request was seen, or none was interrupted, or ``_YIELD_S`` is over."""
+        end = monotonic() + _YIELD_S
+        while monotonic() < end:
+            try:
+                status = await self._router.call(RouterStatus(), RouterStatusReply, _YIELD_S)
+            except DaemonUnreachable:
+                return
+            row = next((row for row in status.slots if row.slot == slot), None)
+            report = row.last_resume if row else None
+            if report is None or report.generation != generation:
+                return
+            if report.resumed == 0 or report.first_token_ms >= 0:
+                return
+            await asyncio.sleep(0.05)
 
     async def announce(self, slot: str, model: str, worker: Ref, generation: int, oracle: Oracle | None) -> str:
         message = RegisterWorker(

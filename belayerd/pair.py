@@ -168,7 +168,10 @@ class Save(Effect, frozen=True, kw_only=True):
 
 
 class Spawn(Effect, frozen=True, kw_only=True):
-    """Ends in Spawned, later StandbyReady or WorkerLost; or SpawnFailed."""
+    """Ends in Spawned, later StandbyReady or WorkerLost; or SpawnFailed. ``yielding``: interrupted requests come
+    first; the start waits (bounded) until the router has seen a token of one, since a starting engine takes a core."""
+
+    yielding: bool = False
 
 
 class Perform(Effect, frozen=True, kw_only=True):

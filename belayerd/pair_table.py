@@ -310,7 +310,7 @@ def _handover_done(pair: Pair, event: Event, now: float, limits: policy.Limits) 
         last_failover=now if failed else pair.last_failover,
     )
     # The new main serves from here on; re-arming starts at once so that the slot is exposed for seconds only.
-    return after, [Save(), Record(running=running, outcome="served"), Spawn()]
+    return after, [Save(), Record(running=running, outcome="served"), Spawn(yielding=failed)]
 
 
 def _action_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:

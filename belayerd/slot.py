@@ -161,7 +161,7 @@ class SlotShell:
                 # cache), and after a power cut no worker is left to adopt.
                 statefile.save(self._paths.slot_state(self.pair.slot), self.pair, durable=False)
             case p.Spawn():
-                self._group.create_task(self._spawn())
+                self._group.create_task(self._spawn(effect.yielding))
             case p.Perform():
                 self._group.create_task(self._perform(effect))
             case p.Wait():
@@ -202,7 +202,9 @@ class SlotShell:
         await asyncio.sleep(seconds)
         self._inbox.put_nowait(p.BackoffOver())
 
-    async def _spawn(self) -> None:
+    async def _spawn(self, yielding: bool) -> None:
+        if yielding:
+            await self._actions.until_resumed(self.pair.slot, self.pair.generation)
         worker_id = new_worker_id(self.config.name)
         message = SpawnWorker(worker_id=worker_id, slot=self.config.name, cgroup=self._cgroups.make(worker_id))
         try:
@@ -241,6 +243,7 @@ class SlotShell:
             old=effect.old,
             old_pidfd=old.pidfd if old else None,
             oracle=self.pair.oracle,
+            reason=self._reason(),
         )
         watch = Stopwatch()
         try:
@@ -253,6 +256,12 @@ class SlotShell:
             return
         done = p.ActionDone(action=effect.action, serial=effect.serial, ms=watch.ms(), detail=detail)
         self._inbox.put_nowait(done)
+
+    def _reason(self) -> str:
+        running = self.pair.running
+        if running is None or running.cause is p.Cause.OPERATOR:
+            return "planned handover"
+        return f"{running.cause}: {running.detail}"
 
     def _record(self, effect: p.Record) -> None:
         running = effect.running
