@@ -21,12 +21,14 @@ _STATUS = {
 }
 
 
-class RouterFault(seam.GracefulHTTPError):  # type: ignore[misc]
-    """A typed error on its way to the HTTP client. vLLM passes exactly this class through unchanged."""
+class RouterFault(seam.GracefulHTTPError, seam.GenerationError):  # type: ignore[misc]
+    """A typed error on its way to the HTTP client. By its first base vLLM passes it through ``generate()`` as it is;
+    by its second a broken stream ends with it as an error chunk, without a traceback in the log."""
 
     def __init__(self, error: BelayerError) -> None:
         status = _STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
         super().__init__(f"{error.code}: {error}", status)
+        self.status_code = status
         self.code = error.code
 
 

@@ -188,17 +188,22 @@ class Core:
             if slot is not None:
                 slot.late_dropped += 1
             return []
-        if event.seq != slot.next_seq:
+        # A worker counts on through a restart of this router, so the first message tells where the count is.
+        if slot.next_seq is not None and event.seq != slot.next_seq:
             return self._torn(ev.Torn(slot.name, slot.worker_id), now)
-        slot.next_seq += 1
+        slot.next_seq = event.seq + 1
         out: Effects = []
+        unwanted: list[str] = []
         for position, item in enumerate(event.items):
             request = self.requests.get(item.request_id)
             if request is None or request.slot != slot.name or request.state is not RequestState.RUNNING:
                 slot.late_dropped += 1
-                self.counters.late_items += 1  # aborted or ended while this was under way
+                self.counters.late_items += 1  # aborted while this was under way, or left over by an earlier router
+                unwanted += [] if item.finish else [item.request_id]
                 continue
             self._take(request, slot, item, position, event.weight_version, now, out)
+        if unwanted:
+            out.append(ev.SendAbort(slot.worker_id, tuple(unwanted)))
         return out
 
     def _take(
@@ -264,7 +269,7 @@ class Core:
         slot.move(SlotState.CONNECTING)
         slot.generation, slot.worker_id, slot.endpoint = event.generation, event.worker_id, event.endpoint
         slot.weight_version, slot.model = event.weight_version, event.model
-        slot.next_seq = 0
+        slot.next_seq = None
         out.append(ev.Connect(slot.name, slot.generation, slot.worker_id, slot.endpoint))
         return out
 

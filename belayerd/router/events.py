@@ -53,7 +53,7 @@ class Item(msgspec.Struct, frozen=True, gc=False):
 
 
 class Outputs(Event, frozen=True, gc=False):
-    """One message of a worker. ``seq`` counts its messages to this front from 0 without a gap."""
+    """One message of a worker. ``seq`` counts its messages to this front without a gap."""
 
     slot: str
     generation: int

@@ -96,7 +96,7 @@ class Slot:
     weight_version: str = ""
     model: str = ""
     fence: int = 0
-    next_seq: int = 0
+    next_seq: int | None = None
     running: dict[str, None] = field(default_factory=dict)  # ordered set of request ids
     resuming: set[str] = field(default_factory=set)  # given again to this worker, no token yet
     tokens_total: int = 0

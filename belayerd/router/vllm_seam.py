@@ -19,7 +19,7 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import serve_http
-from vllm.exceptions import GracefulHTTPError, VLLMServerError
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMServerError
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -40,6 +40,7 @@ __all__ = [
     "EngineCoreOutputs",
     "EngineCoreRequest",
     "EngineDeadError",
+    "GenerationError",
     "GracefulHTTPError",
     "build_app",
     "check",

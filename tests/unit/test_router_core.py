@@ -155,8 +155,16 @@ def test_late_output_is_dropped_and_counted() -> None:
     assert out(core, "a", 0, 0, ev.Item("r", (1,))) == []
     assert core.counters.late_messages == 1
     core.step(ev.Abort(("r",)), 0.0)
-    assert out(core, "a", 1, 0, ev.Item("r", (1,))) == []
+    assert out(core, "a", 1, 0, ev.Item("r", (1,), "stop")) == []
     assert core.counters.late_items == 1
+
+
+def test_what_an_earlier_router_left_on_a_worker_is_aborted() -> None:
+    core = Core(Limits())
+    serve(core, "a", 0)
+    assert out(core, "a", 0, 41, ev.Item("orphan", (1,))) == [ev.SendAbort("a-0", ("orphan",))]
+    core.step(ev.Add("r", FRAMES), 0.0)
+    assert of(out(core, "a", 0, 42, ev.Item("r", (1,))), ev.Deliver)
 
 
 @pytest.mark.parametrize("seq", [0, 2])
