@@ -20,7 +20,12 @@ start_engine() {
     long "systemctl start docker" "journalctl -u docker tells why" systemctl start docker
   else
     say "starting dockerd (log: $log)"
-    rm -f /var/run/docker.pid
+    local running
+    running=$(cat /var/run/docker.pid 2>/dev/null || true)
+    if [ -n "$running" ] && [ "$(cat "/proc/$running/comm" 2>/dev/null)" = dockerd ]; then
+      die "dockerd runs (pid $running) but does not answer on its socket" "look at its log; unset DOCKER_HOST if it points elsewhere"
+    fi
+    rm -f /var/run/docker.pid # left by an engine that was killed
     TMPDIR=$tmp PATH=$PREFIX/criu/usr/sbin:$PATH:/usr/sbin:/sbin \
       setsid nohup "$dockerd" >>"$log" 2>&1 </dev/null &
     echo $! >"$state/dockerd.pid"
