@@ -18,7 +18,7 @@ from belayer.messages.common import Done
 from gpuowner.attach import ArenaView, OwnerClient
 from tests.support.wait import eventually
 from tests.support.worker_client import FrontClient, Stream, engine_request
-from tests.support.worker_stack import Stack, Worker
+from tests.support.worker_stack import Worker, WorkerStack
 
 pytestmark = pytest.mark.engine
 
@@ -41,16 +41,16 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def stack() -> Iterator[Stack]:
+def stack() -> Iterator[WorkerStack]:
     # A small batch makes every prompt over 64 tokens a chunked prefill: stock vLLM dies of it with a seed on the CPU.
-    made = Stack("max_num_batched_tokens = 64\nmax_model_len = 512\nhang_limit_s = 5.0")
+    made = WorkerStack("max_num_batched_tokens = 64\nmax_model_len = 512\nhang_limit_s = 5.0")
     made.start()
     yield made
     made.stop()
 
 
 @pytest.fixture(scope="module")
-def main(stack: Stack) -> Worker:
+def main(stack: WorkerStack) -> Worker:
     worker = stack.spawn()
     assert worker.status.state is w.WorkerState.STANDBY
     worker.become_main(stack.arena().epoch, 1)
@@ -74,7 +74,7 @@ def assert_same(got: Stream, whole: Stream, cut: int) -> None:
     assert (got.finish, got.stop_reason) == (whole.finish, whole.stop_reason)
 
 
-def test_a_standby_refuses_requests_and_becomes_main(stack: Stack, main: Worker, front: FrontClient) -> None:
+def test_a_standby_refuses_requests_and_becomes_main(stack: WorkerStack, main: Worker, front: FrontClient) -> None:
     assert front.hello()["max_model_len"] == 512
     stream = front.generate(request("hello", temperature=0.0))
     assert len(stream.tokens) == COUNT
@@ -159,7 +159,7 @@ def test_aborts_and_utilities_are_served(main: Worker, front: FrontClient) -> No
     assert next(out for out in front.utilities if out.call_id == 7).failure_message is None
 
 
-def test_the_beat_goes_on_when_idle(stack: Stack, main: Worker) -> None:
+def test_the_beat_goes_on_when_idle(stack: WorkerStack, main: Worker) -> None:
     watch = Watch(stack.paths.heartbeat(main.worker_id), monotonic())
 
     def pulse() -> Any:
@@ -177,7 +177,7 @@ def test_the_beat_goes_on_when_idle(stack: Stack, main: Worker) -> None:
     assert pulse().running == pulse().waiting == 0
 
 
-def arena_hash(stack: Stack) -> str:
+def arena_hash(stack: WorkerStack) -> str:
     client = OwnerClient(stack.paths.owner_sock("kv"), o.Role.WORKER, "test")
     view = ArenaView(client, "slot0", stack.arena().nbytes)
     digest = hashlib.sha256(memoryview(view.mapping.buffer())).hexdigest()
@@ -186,7 +186,7 @@ def arena_hash(stack: Stack) -> str:
     return digest
 
 
-def test_sigkill_in_mid_generation_loses_no_token(stack: Stack, main: Worker) -> None:
+def test_sigkill_in_mid_generation_loses_no_token(stack: WorkerStack, main: Worker) -> None:
     front = main.front()
     features = ("greedy", "seeded", "seeded_penalised", "presence")
     whole = {name: front.generate(request(f"{name}-unfailed", max_tokens=40, **FEATURES[name])) for name in features}
@@ -227,7 +227,7 @@ def test_sigkill_in_mid_generation_loses_no_token(stack: Stack, main: Worker) ->
     front.close()
 
 
-def test_retire_ends_the_process_and_frees_nothing_by_itself(stack: Stack) -> None:
+def test_retire_ends_the_process_and_frees_nothing_by_itself(stack: WorkerStack) -> None:
     worker = stack.spawn()
     assert any(stack.paths.worker_tmp(worker.worker_id).glob("vllm_dist_*"))
     assert worker.control.call(w.Retire(generation=0), Done)

@@ -1,29 +1,21 @@
-"""Owners, zygote and workers as real processes below a private root, for tests of the worker itself."""
+"""Real workers on top of real owners and a real zygote."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from belayer import procs
-from belayer.errors import DaemonUnreachable
 from belayer.ids import new_worker_id
-from belayer.messages import owner as o
 from belayer.messages import worker as w
 from belayer.messages.common import Done
-from belayer.paths import Paths
 from belayer.seqpacket import SeqClient
+from tests.support.owner_stack import Stack
 from tests.support.wait import eventually
 from tests.support.worker_client import ControlClient, FrontClient
-
-REPO = Path(__file__).resolve().parents[2]
-MODEL = REPO / ".cache/models/SmolLM2-135M-Instruct"
 
 
 @dataclass
@@ -59,62 +51,12 @@ class Worker:
         os.close(self.pidfd)
 
 
-class Stack:
-    """``slot`` holds extra lines of the [[slot]] table."""
+class WorkerStack(Stack):
+    """A stack that can spawn workers; they end with it."""
 
     def __init__(self, slot: str = "") -> None:
-        self.root = Path(tempfile.mkdtemp(prefix="blw-", dir="/tmp"))
-        self.paths = Paths(self.root).make()
-        self.paths.config.write_text(
-            f'[[model]]\nname = "smollm2"\npath = "{MODEL}"\n[[slot]]\nname = "slot0"\nmodel = "smollm2"\n{slot}\n'
-        )
-        self._daemons: list[subprocess.Popen[bytes]] = []
+        super().__init__(slot)
         self._workers: list[Worker] = []
-
-    def start(self) -> None:
-        zygote = self.daemon("belayerd.worker.zygote")
-        weights, kv = self.daemon("gpuowner", "--kind", "weights"), self.daemon("gpuowner", "--kind", "kv")
-        for daemon, path in (
-            (weights, self.paths.owner_sock("weights")),
-            (kv, self.paths.owner_sock("kv")),
-            (zygote, self.paths.zygote_sock),
-        ):
-            self.wait_socket(daemon, path)
-
-    def daemon(self, module: str, *args: str) -> subprocess.Popen[bytes]:
-        env = {**os.environ, "BELAYER_ROOT": str(self.root), "PYTHONPATH": str(REPO)}
-        with (self.root / f"{module}{''.join(args)}.log").open("ab") as out:
-            process = subprocess.Popen([sys.executable, "-m", module, *args], env=env, stdout=out, stderr=out, cwd="/")
-        self._daemons.append(process)
-        return process
-
-    def wait_socket(self, daemon: subprocess.Popen[bytes], path: Path, within: float = 180.0) -> None:
-        def listening() -> bool:
-            assert daemon.poll() is None, f"{path.name}: the daemon ended, see {self.root}"
-            try:
-                SeqClient(path).close()
-            except DaemonUnreachable:
-                return False
-            return True
-
-        eventually(listening, within=within, what=f"{path} listens", every=0.1)
-
-    def admin(self) -> SeqClient:
-        client = SeqClient(self.paths.owner_sock("kv"))
-        client.call(o.Hello(role=o.Role.ADMIN, who="belayerd"), o.Welcome)
-        return client
-
-    def arena(self) -> o.ArenaInfo:
-        client = self.admin()
-        status, _ = client.call(o.OwnerStatus(), o.OwnerStatusReply)
-        client.close()
-        return status.arenas[0]
-
-    def end_fence(self) -> o.ArenaInfo:
-        client = self.admin()
-        info, _ = client.call(o.EndFence(slot="slot0", epoch=self.arena().epoch), o.ArenaInfo)
-        client.close()
-        return info
 
     def spawn(self, within: float = 120.0) -> Worker:
         name = new_worker_id("slot0")
@@ -137,7 +79,4 @@ class Stack:
             if not procs.is_dead(worker.pidfd):
                 worker.kill()
             worker.close()
-        for daemon in self._daemons:
-            daemon.kill()
-            daemon.wait()
-        shutil.rmtree(self.root)
+        super().stop()
