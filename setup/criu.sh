@@ -33,27 +33,11 @@ private=(-o "Dir::Etc::sourcelist=$work/sid.sources" -o Dir::Etc::sourceparts=/d
   -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User=root
   -o Acquire::Languages=none)
 
-# The library packages CRIU needs, followed through Depends: their names change whenever unstable moves, so no fixed list.
-closure() {
-  local queue=(criu) seen=" criu " package dependency
-  while [ "${#queue[@]}" -gt 0 ]; do
-    package=${queue[0]}
-    queue=("${queue[@]:1}")
-    echo "$package"
-    for dependency in $(apt-cache "${private[@]}" show --no-all-versions "$package" |
-      sed -n 's/^\(Pre-\)\?Depends: //p' | tr ',' '\n' | sed 's/|.*//; s/(.*//; s/:any//; s/ //g'); do
-      case "$dependency" in lib* | zlib*) ;; *) continue ;; esac
-      case "$seen" in *" $dependency "*) continue ;; esac
-      seen="$seen$dependency "
-      queue+=("$dependency")
-    done
-  done
-}
-
 fetch() {
   apt-get "${private[@]}" update
-  closure >"$work/packages"
-  [ "$(wc -l <"$work/packages")" -gt 5 ] || { echo "criu has no dependencies in this suite?"; return 1; }
+  # Names of libraries change whenever unstable moves, so no fixed list.
+  apt-cache "${private[@]}" dumpavail | "$python" "$ROOT/setup/deb_closure.py" criu >"$work/packages"
+  [ "$(wc -l <"$work/packages")" -gt 5 ] || { echo "criu has no libraries in this suite?"; return 1; }
   # shellcheck disable=SC2046
   (cd "$debs" && rm -f ./*.deb && apt-get "${private[@]}" download $(cat "$work/packages"))
 }

@@ -1,4 +1,4 @@
-"""The mirror of a machine is read from its own apt sources, in both formats."""
+"""What setup/ reads of a machine's package manager: its mirror, in both formats, and what a package needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from setup import apt_sources
+from setup import apt_sources, deb_closure
 
 ONE_LINE = """
 # deb http://old.test/debian buster main
@@ -62,3 +62,33 @@ def test_keyring_defaults_to_the_archive_keyring() -> None:
 def test_codename() -> None:
     assert apt_sources.codename('NAME="Debian"\nVERSION_CODENAME=trixie\n') == "trixie"
     assert apt_sources.codename("NAME=Alpine\n") == ""
+
+
+RECORDS = """\
+Package: criu
+Depends: libc6 (>= 2.38), libnet9 (>= 1.3) | libnet1, python3:any, zlib1g
+Pre-Depends: init-system-helpers
+Description: x
+
+Package: libc6
+Depends: libgcc-s1
+
+Package: libgcc-s1
+Depends: gcc-base, libc6
+
+Package: libnet9
+Depends: libc6
+
+Package: python3
+Depends: libexpat1
+"""
+
+
+def test_closure_follows_libraries_and_nothing_else() -> None:
+    records = deb_closure.read_records(RECORDS.splitlines(keepends=True))
+    assert deb_closure.closure(records, "criu") == ["criu", "libc6", "libnet9", "zlib1g", "libgcc-s1"]
+
+
+def test_closure_of_a_package_that_is_not_there_says_so() -> None:
+    with pytest.raises(SystemExit, match="no package criu"):
+        deb_closure.closure({}, "criu")
