@@ -13,6 +13,7 @@ again from there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -27,14 +28,13 @@ Entry = dict[str, Any]
 class SandboxLike(Protocol):
     """What a trajectory needs of belayer.sandbox.Sandbox."""
 
-    @property
-    def boundary(self) -> int: ...
+    boundary: int
 
-    def exec(self, command: str, *, timeout_s: float = 0.0, context_digest: str = "") -> Observation: ...
+    def exec(self, command: str, *, context: Sequence[Any] = (), timeout_s: float = 0.0) -> Observation: ...
 
-    def checkpoint(self, context_digest: str) -> CheckpointInfo: ...
+    def checkpoint(self, context: Sequence[Any] = ()) -> CheckpointInfo: ...
 
-    def restore(self, checkpoint_id: str = "") -> RestoreInfo: ...
+    def restore_info(self, checkpoint_id: str = "") -> RestoreInfo: ...
 
 
 class Boundary(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class Trajectory:
     def act(self, command: str, *, timeout_s: float = 0.0) -> Observation:
         """Run one action; its observation is in the log when this returns. Raises SandboxLost: nothing is in the
         log, call ``recover``."""
-        seen = self.sandbox.exec(command, timeout_s=timeout_s, context_digest=context_digest(self.messages))
+        seen = self.sandbox.exec(command, context=self.messages, timeout_s=timeout_s)
         self.messages.append({"role": "user", "content": self.show(seen)})
         self._boundaries[seen.boundary] = self._now()
         return seen
@@ -75,13 +75,13 @@ class Trajectory:
     def checkpoint(self) -> CheckpointInfo:
         """Make the boundary of now ready. Only between actions; the log may already hold the model's next words,
         which do not belong to L_k."""
-        at = self.sandbox.boundary
-        return self.sandbox.checkpoint(self._boundaries[at].digest)
+        mark = self._boundaries[self.sandbox.boundary]
+        return self.sandbox.checkpoint(self.messages[: mark.length])
 
     def recover(self, checkpoint_id: str = "") -> RestoreInfo:
         """Sandbox and log back to one ready boundary. Raises RestoreFailed when the restored sandbox belongs to a
         log that this trajectory does not have: then neither is used."""
-        info = self.sandbox.restore(checkpoint_id)
+        info = self.sandbox.restore_info(checkpoint_id)
         mark = self._boundaries.get(info.boundary)
         if mark is None or mark.digest != info.context_digest:
             raise RestoreFailed(
