@@ -32,6 +32,7 @@ MAX_REQUEST = 64 << 10  # bytes; the largest request names a slot and a reason
 MAX_INLINE = 128 << 10  # bytes; a larger layout rides in a memfd (the kernel's packet limit is wmem_max)
 _SO_PEERPIDFD = 77  # Linux 6.5, asm-generic/socket.h
 _SPARE_FDS = 128
+_MOST_FDS = 1 << 16
 
 
 @dataclass(eq=False)
@@ -67,6 +68,7 @@ class Service:
         self._peers: dict[int, Peer] = {}
         self._count = 0
         _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        hard = min(hard, _MOST_FDS) if hard != resource.RLIM_INFINITY else _MOST_FDS
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         # Two descriptors per peer; the rest is for grants. Beyond it a newcomer is closed at once, nobody
         # else suffers.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import structlog
 import zmq
-from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -30,7 +30,7 @@ from belayerd.worker.heart import EVERY_S, Heart
 from belayerd.worker.standby import same_oracle, take_oracle
 from gpuowner.attach import ArenaView, WeightsView
 
-logger = init_logger(__name__)
+logger = structlog.get_logger(daemon="worker")
 
 CONTROL = b"belayerd"
 _PER_TURN = 256  # messages taken in before the next step, so that a flood cannot starve the engine
@@ -68,6 +68,7 @@ class Line:
             return None
 
     def close(self) -> None:
+        self.socket.set(zmq.LINGER, 500)  # ms; the answer to Retire is still to go out
         self.socket.close()
         self._context.term()
 
@@ -159,13 +160,13 @@ class Engine:
                 self._core.utility((client, call, method, args))
         # A peer's bytes concern that message alone; vLLM's decoder raises whatever its hooks raise.
         except Exception as why:  # noqa: BLE001
-            logger.warning("message %r of front %d dropped: %r", kind[:16], client, why)
+            logger.warning("message_dropped", kind=repr(kind[:16]), front=client, why=repr(why))
 
     def _add(self, client: int, prefix: bytes, frames: list[bytes]) -> None:
         request: EngineCoreRequest = self._requests.decode(frames)
         request.client_index = client
         if self._standing.state is not m.WorkerState.MAIN:
-            logger.warning("request %s refused: this worker is %s", request.request_id, self._standing.state)
+            logger.warning("request_refused", request=request.request_id, state=self._standing.state.value)
             self._core.refuse(request)
             return
         self._core.add(request, msgspec.msgpack.decode(prefix, type=list[int]) if prefix else [])

@@ -10,8 +10,8 @@ import os
 import tempfile
 
 import torch
-from vllm.logger import init_logger
 
+from belayer import log
 from belayer.clock import Stopwatch
 from belayer.config import Config
 from belayer.heartbeat import Beat
@@ -25,8 +25,6 @@ from belayerd.worker.heart import Heart
 from belayerd.worker.standby import take_oracle, warm_up
 from gpuowner.attach import ArenaView, OwnerClient, WeightsView
 
-logger = init_logger(__name__)
-
 __all__ = ["run", "weights"]  # ``weights`` is imported for its effect: it registers the load format
 
 
@@ -34,6 +32,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     """Build the engine and serve until retired. Raises BelayerError; the process then ends with status 1."""
     slot = config.slot_named(slot_name)
     model = config.model_named(slot.model)
+    logger = log.setup("worker")
     own_tmp(paths, worker_id)
     heart = Heart(Beat(paths.heartbeat(worker_id)), slot.hang_limit_s)
     heart.announce("loading", slot.start_deadline_s)
@@ -65,7 +64,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     core.reset_prefix_cache()
     lap("oracle")
     standing.state = WorkerState.STANDBY
-    logger.info("standby %s ready: %s", worker_id, standing.start_ms)
+    logger.info("standby", worker=worker_id, **standing.start_ms)
     Engine(line, core, heart, standing, view, arena, vocab).run()
     line.close()
 

@@ -149,20 +149,21 @@ class Zygote:
         self._children[pidfd] = (pid, message.worker_id)
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(pidfd))
         try:
-            self._wait_joined(joined_r, message)
+            self._wait_joined(joined_r, pidfd, message)
         finally:
             os.close(joined_r)
         self._log.info("spawned", worker=message.worker_id, pid=pid, ms=round(watch.ms(), 1))
         return m.Spawned(worker_id=message.worker_id, pid=pid, start_time=procs.start_time(pid)), pidfd
 
-    def _wait_joined(self, pipe: int, message: m.SpawnWorker) -> None:
+    def _wait_joined(self, pipe: int, pidfd: int, message: m.SpawnWorker) -> None:
         """The child says one byte once it is in its control group: only then can a fence be sure to reach it."""
         with selectors.DefaultSelector() as wait:
             wait.register(pipe, selectors.EVENT_READ)
             if not wait.select(_JOIN_DEADLINE_S) or os.read(pipe, 1) != b"1":
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)  # not reaped yet, so this cannot be another process
                 raise WorkerFailed(
                     f"worker {message.worker_id} could not join its control group {message.cgroup}",
-                    kept="no worker: the child ends by itself",
+                    kept="no worker: the child was killed",
                 )
 
     def _reap(self, pidfd: int) -> None:

@@ -6,8 +6,8 @@ import queue
 from collections.abc import Callable
 from typing import Any
 
+import structlog
 from vllm.engine.arg_utils import EngineArgs
-from vllm.logger import init_logger
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType, FinishReason
@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from belayer.config import Model, Slot
 
-logger = init_logger(__name__)
+logger = structlog.get_logger(daemon="worker")
 
 # Outputs of our own requests (warm-up, oracle) go to this client, which is no front.
 INTERNAL = 0xFFFF
@@ -69,7 +69,7 @@ class Core(EngineCoreProc):
     """``send(client_index, outputs)`` gets every output message, in order, one per step and client."""
 
     def __init__(self, args: EngineArgs, send: Callable[[int, EngineCoreOutputs], None]) -> None:
-        self.input_queue = queue.Queue()
+        self.input_queue: queue.Queue[Any] = queue.Queue()
         self.output_queue = _Sink(self._out)
         self._send_out = send
         self.engine_index = 0
@@ -99,16 +99,16 @@ class Core(EngineCoreProc):
             self._add(request, prefix)
         # Whatever vLLM's constructors raise about a peer's request concerns that request alone.
         except Exception as why:  # noqa: BLE001
-            logger.warning("request %s refused: %r", request.request_id, why)
+            logger.warning("request_refused", request=request.request_id, why=repr(why))
             self._resumed.discard(request.request_id)
             self._send_error_outputs_to_client([request.request_id], request.client_index)
 
     def _add(self, request: EngineCoreRequest, prefix: list[int]) -> None:
         if request.request_id in self.scheduler.requests:
             raise ValueError("its id is in use")
-        for token in (*(request.prompt_token_ids or ()), *prefix):
-            if not 0 <= token < self._vocab:
-                raise ValueError(f"token id {token} is outside the vocabulary of {self._vocab}")
+        for ids in (request.prompt_token_ids, prefix):
+            if ids and not (min(ids) >= 0 and max(ids) < self._vocab):
+                raise ValueError(f"token ids {min(ids)} to {max(ids)} are not within the vocabulary of {self._vocab}")
         if self.mm_receiver_cache is not None and request.mm_features:
             request.mm_features = self.mm_receiver_cache.get_and_update_features(request.mm_features)
         if prefix:

@@ -1,0 +1,60 @@
+"""The worker's beat announces legal silence before it begins, and only then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from belayer.clock import monotonic
+from belayer.heartbeat import Beat, Pulse, Watch
+from belayerd.worker.heart import Heart
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "beat"
+
+
+def pulse(file: Path) -> Pulse:
+    found = Watch(file, monotonic()).observe(monotonic()).pulse
+    assert found is not None
+    return found
+
+
+def test_a_long_prefill_announces_a_deadline_by_its_tokens(file: Path) -> None:
+    heart = Heart(Beat(file), hang_limit_s=1.0)
+    heart.turn("idle", 0, 0)
+    heart.step_begins(4)
+    assert pulse(file).deadline_s == 0.0, "a short step stays under the hang limit"
+    heart.step_begins(1000)
+    short = pulse(file)
+    heart.step_begins(2000)
+    long = pulse(file)
+    assert short.phase == long.phase == "prefill"
+    assert 1.0 < short.deadline_s < long.deadline_s
+    heart.turn("step", 1, 0)
+    assert (pulse(file).phase, pulse(file).deadline_s, pulse(file).step) == ("step", 0.0, 3)
+
+
+def test_the_rate_is_the_slowest_seen(file: Path) -> None:
+    heart = Heart(Beat(file), hang_limit_s=0.001)
+    heart.step_begins(100)
+    first = pulse(file).deadline_s
+    heart.turn("step", 1, 0)  # 100 tokens took microseconds: the allowance shrinks to what was seen
+    heart.step_begins(100)
+    assert pulse(file).deadline_s < first
+
+
+def test_an_announced_phase_is_written_at_once(file: Path) -> None:
+    heart = Heart(Beat(file), hang_limit_s=1.0)
+    for phase in ("loading", "warm-up: engine done"):
+        heart.announce(phase, 180.0)
+        assert (pulse(file).phase, pulse(file).deadline_s) == (phase, 180.0)
+
+
+def test_a_long_phase_name_still_fits_the_block(file: Path) -> None:
+    heart = Heart(Beat(file), hang_limit_s=1.0)
+    heart.announce("x" * 500, 1.0)
+    assert len(file.read_bytes()) == 256
+    assert pulse(file).phase == "x" * 64
