@@ -8,11 +8,13 @@ ours is open: the caller holds the sandbox's gate.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +92,19 @@ class _Frozen:
         return self.watch.ms() if self.watch is not None else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Captured and thawed: a private copy that only has to be hashed and published."""
+
+    subject: Subject
+    folder: Path
+    nonce: bytes
+    stdio: tuple[str, ...]
+    captured: upper.Captured
+    frozen_ms: float
+    phases: dict[str, float]
+
+
 class Checkpointer:
     """Makes checkpoints on one host; at most ``at_once`` sandboxes are frozen at the same time, since more only
     lengthens everyone's freeze."""
@@ -100,37 +115,30 @@ class Checkpointer:
         self._pool = ThreadPoolExecutor(thread_name_prefix="upper")
 
     def run(self, subject: Subject, link: AgentLink, store: Store) -> tuple[Manifest, str, dict[str, float]]:
-        """Blocking. Returns (manifest, its digest, milliseconds by phase). On any failure the sandbox runs on and
-        nothing of this attempt is left."""
+        """``capture`` and ``publish`` in one: (manifest, its digest, milliseconds by phase)."""
+        return self.publish(self.capture(subject, link, store), store)
+
+    def capture(self, subject: Subject, link: AgentLink, store: Store) -> Draft:
+        """Blocking; the sandbox runs again when this returns or raises. On any failure nothing is left of it."""
         watch, phases = Stopwatch(), dict[str, float]()
         nonce = secrets.token_bytes(32)
-        link.set_nonce(nonce)
-        folder = store.begin(subject.boundary)
-        try:
+        with _nothing_left(subject, store, store.begin(subject.boundary)) as folder:
+            link.set_nonce(nonce)
             sync_filesystem(subject.life.upper)
             phases["sync_upper"] = watch.lap()
             with self._queue:
                 phases["queue"] = watch.lap()
                 frozen, frozen_ms, captured = self._freeze_and_dump(subject, folder)
-            watch.lap()
-            upper.write_index(captured, folder)
             phases.update(frozen.phases)
-            made: Callable[[dict[str, FileDigest]], Manifest] = lambda files: self._manifest(  # noqa: E731
-                subject, store, folder, nonce, frozen.stdio, files, len(captured.entries), frozen_ms, phases
-            )
-            manifest, digest = store.publish(folder, made)
-            phases["publish"] = watch.lap()
-        except BelayerError:
-            store.discard(folder)
-            raise
-        except OSError as why:
-            store.discard(folder)
-            raise CheckpointIncomplete(
-                f"checkpoint at boundary {subject.boundary} of {subject.sandbox_id}: {why}",
-                kept="the sandbox runs on and the previous checkpoint stays READY",
-                remedy="free disk space below the checkpoint folder" if why.errno == 28 else "",
-            ) from why
-        return manifest, digest, phases
+            return Draft(subject, folder, nonce, frozen.stdio, captured, frozen_ms, phases)
+
+    def publish(self, draft: Draft, store: Store) -> tuple[Manifest, str, dict[str, float]]:
+        """Blocking; actions may run meanwhile. The sandbox may even die: what was captured was captured alive."""
+        watch = Stopwatch()
+        with _nothing_left(draft.subject, store, draft.folder):
+            upper.write_index(draft.captured, draft.folder)
+            manifest, digest = store.publish(draft.folder, lambda files: self._manifest(draft, store, files))
+        return manifest, digest, draft.phases | {"publish": watch.lap()}
 
     def _freeze_and_dump(self, subject: Subject, folder: Path) -> tuple[_Frozen, float, upper.Captured]:
         life = subject.life
@@ -156,22 +164,11 @@ class Checkpointer:
         assert frozen.copy is not None
         return frozen, frozen_ms, frozen.copy.result()
 
-    def _manifest(
-        self,
-        subject: Subject,
-        store: Store,
-        folder: Path,
-        nonce: bytes,
-        stdio: tuple[str, ...],
-        files: dict[str, FileDigest],
-        entries: int,
-        frozen_ms: float,
-        phases: dict[str, float],
-    ) -> Manifest:
-        before = store.ready()
+    def _manifest(self, draft: Draft, store: Store, files: dict[str, FileDigest]) -> Manifest:
+        subject, before = draft.subject, store.ready()
         return Manifest(
             format=FORMAT,
-            checkpoint_id=folder.name,
+            checkpoint_id=draft.folder.name,
             sandbox_id=subject.sandbox_id,
             incarnation=subject.incarnation,
             boundary=subject.boundary,
@@ -179,11 +176,28 @@ class Checkpointer:
             parent=before.checkpoint_id if before else "",
             made_at=wall(),
             recipe=subject.recipe,
-            nonce_sha256=hashlib.sha256(nonce).hexdigest(),
-            stdio=stdio,
+            nonce_sha256=hashlib.sha256(draft.nonce).hexdigest(),
+            stdio=draft.stdio,
             versions=self._versions,
             files=files,
-            upper_entries=entries,
-            frozen_ms=round(frozen_ms, 3),
-            phases_ms={name: round(ms, 3) for name, ms in phases.items()},
+            upper_entries=len(draft.captured.entries),
+            frozen_ms=round(draft.frozen_ms, 3),
+            phases_ms={name: round(ms, 3) for name, ms in draft.phases.items()},
         )
+
+
+@contextlib.contextmanager
+def _nothing_left(subject: Subject, store: Store, folder: Path) -> Iterator[Path]:
+    """Discard ``folder`` on any failure; a failed write of ours is CheckpointIncomplete."""
+    try:
+        yield folder
+    except BelayerError:
+        store.discard(folder)
+        raise
+    except OSError as why:
+        store.discard(folder)
+        raise CheckpointIncomplete(
+            f"checkpoint at boundary {subject.boundary} of {subject.sandbox_id}: {why}",
+            kept="the sandbox runs on and the previous checkpoint stays READY",
+            remedy="free disk space below the checkpoint folder" if why.errno == errno.ENOSPC else "",
+        ) from why

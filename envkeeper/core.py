@@ -16,7 +16,7 @@ class State(StrEnum):
     CREATING = "creating"
     RUNNING = "running"
     ACTING = "acting"  # an action is in flight
-    CAPTURING = "capturing"  # frozen, or about to be, or just thawed and being published
+    CAPTURING = "capturing"  # frozen or about to be; publishing a captured copy is no state: actions go on
     LOST = "lost"  # dead, or of unknown fate: only a restore leads on
     RESTORING = "restoring"
     DESTROYED = "destroyed"
@@ -127,7 +127,7 @@ TABLE: dict[State, dict[Event, Decision]] = {
     | _stray("nothing of this has begun", *_ACTION_END, *_CAPTURE_END, *_RESTORE_END),
     _S.RUNNING: _row(
         act=Go(_S.ACTING, (_F.RUN,)),
-        capture=Go(_S.CAPTURING, (_F.FREEZE_AND_COPY, _F.PUBLISH)),
+        capture=Go(_S.CAPTURING, (_F.FREEZE_AND_COPY,)),
         restore=_RESTORE,
         died=_LOSE,
         destroy=_DESTROY,
@@ -145,7 +145,7 @@ TABLE: dict[State, dict[Event, Decision]] = {
     )
     | _stray("an end whose beginning is over", *_MAKING, *_CAPTURE_END, *_RESTORE_END),
     _S.CAPTURING: _row(
-        captured=Go(_S.RUNNING, (_F.RECORD,)),
+        captured=Go(_S.RUNNING, (_F.PUBLISH,)),
         capture_failed=Go(_S.RUNNING, (_F.DISCARD,)),
         died=Go(_S.LOST, (_F.DISCARD, _F.RECORD, _F.TELL_LOST)),
         act=_CAPTURING,
@@ -159,8 +159,8 @@ TABLE: dict[State, dict[Event, Decision]] = {
         destroy=_DESTROY,
         act=_LOST,
         capture=_LOST,
-        # Its images may have been complete when the sandbox died: what was captured was captured alive.
-        captured=Go(_S.LOST, (_F.RECORD,)),
+        # Its images were complete when the sandbox died: what was captured was captured alive.
+        captured=Go(_S.LOST, (_F.PUBLISH,)),
         capture_failed=Ignore("the sandbox is lost anyway"),
     )
     | _stray("the sandbox is lost already", *_MAKING, *_ACTION_END, *_RESTORE_END, _E.DIED),

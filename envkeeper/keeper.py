@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from belayer.clock import Stopwatch
 from belayer.config import Envkeeper
 from belayer.errors import (
     BelayerError,
-    ErrorCode,
+    ClaimTaken,
     Fenced,
     Refused,
     RestoreFailed,
@@ -42,7 +43,7 @@ from belayer.paths import Paths
 from belayer.procs import boot_id, start_time
 from envkeeper import freezer, restore
 from envkeeper.agentlink import MAX_COMMAND, ActionResult, AgentError, AgentLink, open_pidfd
-from envkeeper.checkpoint import Checkpointer, Subject
+from envkeeper.checkpoint import Checkpointer, Draft, Subject
 from envkeeper.core import Event, Go, Refuse, State, decide
 from envkeeper.engine import Life, Recipe
 from envkeeper.host import Host
@@ -64,6 +65,7 @@ class Box:
     ready: Manifest | None = None
     ready_digest: str = ""
     gate: asyncio.Lock = field(default_factory=asyncio.Lock)
+    publishing: asyncio.Lock = field(default_factory=asyncio.Lock)  # taken before the gate, never inside it
 
 
 class Keeper:
@@ -139,55 +141,70 @@ class Keeper:
     async def checkpoint(self, ask: FullCheckpoint) -> tuple[Box, float, dict[str, float]]:
         """The box with its new READY, total milliseconds and those of the phases."""
         box = self.box(ask.sandbox_id)
-        async with box.gate:
-            self._current(box, ask.incarnation, ask.boundary)
-            self.go(box, Event.CAPTURE)
-            link, record = _alive(box), box.record
-            assert box.life is not None
-            subject = Subject(
-                record.sandbox_id, record.incarnation, record.boundary, ask.context_digest, box.life, record.recipe
-            )
-            watch = Stopwatch()
-            try:
-                manifest, digest, phases = await self.thread(self._checkpointer.run, subject, link, box.store)
-            except BelayerError as why:
-                self.go(box, Event.CAPTURE_FAILED, str(why))
-                if box.record.state is State.LOST:
-                    raise SandboxLost(f"the sandbox died during a checkpoint: {why.message}") from why
-                raise
+        watch = Stopwatch()
+        async with box.publishing:  # in order: READY never moves back
+            async with box.gate:
+                draft = await self._capture(box, ask)
+            # From here on actions run: what was captured is a private copy.
+            manifest, digest, phases = await self.thread(self._checkpointer.publish, draft, box.store)
             box.ready, box.ready_digest = manifest, digest
-            self.go(box, Event.CAPTURED, f"{manifest.checkpoint_id} in {watch.ms():.0f} ms")
+            self.log.info(
+                "ready", sandbox=ask.sandbox_id, checkpoint=manifest.checkpoint_id, boundary=manifest.boundary
+            )
+            total = watch.ms()
             await self.thread(box.store.prune, self.config.keep_checkpoints)
-            return box, watch.ms(), phases
+        return box, total, phases
+
+    async def _capture(self, box: Box, ask: FullCheckpoint) -> Draft:
+        self._current(box, ask.incarnation, ask.boundary)
+        self.go(box, Event.CAPTURE)
+        link, record, life = _alive(box), box.record, box.life
+        assert life is not None
+        subject = Subject(
+            record.sandbox_id, record.incarnation, record.boundary, ask.context_digest, life, record.recipe
+        )
+        try:
+            draft = await self.thread(self._checkpointer.capture, subject, link, box.store)
+        except BelayerError as why:
+            self.go(box, Event.CAPTURE_FAILED, str(why))
+            if box.record.state is State.LOST:
+                raise SandboxLost(f"the sandbox died during a checkpoint: {why.message}") from why
+            raise
+        self.go(box, Event.CAPTURED, f"frozen {draft.frozen_ms:.0f} ms")
+        return draft
 
     async def restore(self, ask: FullRestore) -> tuple[Box, Manifest, restore.Restored, float]:
         """Into a fresh container; the old life is fenced first. Of two at once one gets ClaimTaken."""
         box = self.box(ask.sandbox_id)
+        async with box.publishing:  # a captured prefix on its way to READY is worth waiting for
+            wanted = ask.checkpoint_id or (box.ready.checkpoint_id if box.ready else "")
+        if not wanted:
+            raise RestoreFailed(f"{ask.sandbox_id} has no READY checkpoint", remedy="start a new sandbox")
+        watch = Stopwatch()
+        # Before anything is touched: a checkpoint that cannot be read must not cost a living sandbox.
+        manifest, _ = await self.thread(box.store.load, wanted)
         record = box.record
         if ask.incarnation and ask.incarnation != record.incarnation:
-            raise from_code(ErrorCode.CLAIM_TAKEN, f"{ask.incarnation} is restored already, as {record.incarnation}")
-        wanted = ask.checkpoint_id or (box.ready.checkpoint_id if box.ready else "")
-        if not wanted:
-            raise RestoreFailed(f"{record.sandbox_id} has no READY checkpoint", remedy="start a new sandbox")
+            raise ClaimTaken(f"{ask.incarnation} is restored already, as {record.incarnation}")
         self.go(box, Event.RESTORE, wanted)
-        watch = Stopwatch()
-        claimed = False
+        incarnation = f"{record.sandbox_id}.{record.lives + 1}"
         try:
             box.store.claim(record.incarnation, f"{os.getpid()} {wanted}")
-            claimed = True
-            self._save(box, durable=True)
-            manifest, _ = await self.thread(box.store.load, wanted)
+            self._save(box, durable=False)
             await self._fence(box)
             fenced = watch.ms()
-            incarnation = f"{record.sandbox_id}.{record.lives + 1}"
-            made: Callable[[str], None] = lambda container: self._making(box, container)  # noqa: E731
             back = await self.thread(
-                self.restorer.run, manifest, box.store, incarnation, self.config.restore_timeout_s, made
+                self.restorer.run,
+                manifest,
+                box.store,
+                incarnation,
+                self.config.restore_timeout_s,
+                partial(self._making, box),
             )
         except BelayerError as why:
             self.go(box, Event.RESTORE_FAILED, str(why))
             self._save(box, durable=True, making="")
-            if claimed:
+            if not isinstance(why, ClaimTaken):
                 box.store.release(record.incarnation)
             raise
         back.phases_ms["fence"] = fenced
@@ -212,7 +229,7 @@ class Keeper:
         self.go(box, Event.DESTROY)
         self._save(box, durable=True)
         await self._fence(box)
-        async with box.gate:  # an action that was in flight has told its caller by now
+        async with box.publishing, box.gate:  # an action that was in flight has told its caller by now
             await self.thread(self._clear, box, ask.keep_checkpoints)
         self.boxes.pop(ask.sandbox_id, None)
         return box
@@ -320,10 +337,12 @@ class Keeper:
     def _making(self, box: Box, container_id: str) -> None:
         """Called in the restorer's thread; nothing else changes the record of a sandbox in RESTORING."""
         box.record = msgspec.structs.replace(box.record, making=container_id)
-        self.records.save(box.record, durable=True)
+        self.records.save(box.record, durable=False)
 
     async def _fence(self, box: Box) -> None:
         if box.pidfd < 0:
+            if box.record.container_id:  # its agent did not answer at adoption: dead or hung, nobody knows
+                await self.thread(self.host.engine.remove, box.record.container_id)
             return
         asyncio.get_running_loop().remove_reader(box.pidfd)
         group = None

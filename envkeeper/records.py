@@ -1,8 +1,8 @@
 """What envkeeper must know about its sandboxes after kill -9 (promise O1): one state file each.
 
 The boundary is written before its observation is released, without fsync: a page-cache write survives the death of
-this process, and the death of the host takes the sandbox with it anyway. Everything that decides who may live (a new
-container, a restore, a destruction) is written with fsync, before it happens.
+this process, and the death of the host takes the sandbox with it anyway. What must be known after that one too (that a
+sandbox exists, which life it is in, that it is lost or destroyed) is written with fsync.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class Restorer:
         for image in (store.folder(manifest.checkpoint_id) / CRIU_FOLDER).iterdir():
             os.link(image, images / image.name)
         (images / "descriptors.json").write_text(json.dumps(list(manifest.stdio)))
-        claim = f"images={images}\nwork={logs}\nconfig={self._config}\npath={self._search}\n"
+        claim = f"images={images}\nwork={logs}\nconfig={self._config}\npath={self._search}\nnetwork=none\n"
         write_bytes(CLAIMS / container_id, claim.encode(), durable=False)
         try:
             self._engine.start(container_id)

@@ -1,12 +1,13 @@
 /*
- * Stand-in for tar on CRIU's PATH, for the one case that costs most: CRIU runs `tar --gzip` for every tmpfs mount of a
- * container (five of them) inside the freeze, and nearly all are empty. An empty folder is written here as one stored
- * entry without starting tar and gzip; everything else, and every archive that is not ours, goes to the real tar.
+ * Stand-in for tar on CRIU's PATH, for the case that costs most: CRIU runs `tar --gzip` for every tmpfs mount of a
+ * container (five of them) inside the freeze, and they hold folders, links and device nodes but no data. Such a folder
+ * is written here without starting gzip; one with any file in it, and every archive that is not ours, goes to the real
+ * tar.
  *
  * Dump:    tar --create --gzip ... --directory DIR .     -> archive on stdout
  * Restore: tar --extract --gzip ... --directory DIR      <- archive on stdin (a file, so that it can be rewound)
  *
- * The archive is a plain ustar in a plain gzip: the real tar reads it as well.
+ * The archive is a plain ustar in a plain gzip (stored, not compressed): the real tar reads it as well.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -16,12 +17,19 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #define REAL "/bin/tar"
 #define BLOCK 512
-#define TAR_SIZE (BLOCK * 20)                       /* tar's record: one header, the rest zero */
-#define GZ_SIZE (10 + 5 + TAR_SIZE + 8)
+#define MAX_TAR (BLOCK * 120)                       /* one stored block of gzip holds 65535 bytes */
+#define HEAD 15
+#define TAIL 8
+
+/* gzip's header without a time; the extra-flags byte 0xB1 is how we know our own. */
+static const uint8_t GZ_HEAD[10] = { 0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0xB1, 255 };
+static uint8_t buf[HEAD + MAX_TAR + TAIL + 1];
+static uint8_t *const tar = buf + HEAD;
 
 static uint32_t crc(const uint8_t *p, size_t n) {
     uint32_t c = ~0u;
@@ -31,69 +39,131 @@ static uint32_t crc(const uint8_t *p, size_t n) {
     }
     return ~c;
 }
+static void le32(uint8_t *p, uint32_t v) { for (int i = 0; i < 4; i++) p[i] = v >> (8 * i); }
+static void octal(uint8_t *at, int width, unsigned long long v) { snprintf((char *)at, width, "%0*llo", width - 1, v); }
+static unsigned long long number(const uint8_t *at) { return strtoull((const char *)at, NULL, 8); }
 
-static int is_empty(const char *dir) {
-    DIR *d = opendir(dir);
-    struct dirent *e;
-    int n = 0;
-    if (!d) return 0;
-    while ((e = readdir(d))) n += strcmp(e->d_name, ".") && strcmp(e->d_name, "..");
-    closedir(d);
-    return n == 0;
+/* ---- dump ---- */
+
+static size_t used;
+static dev_t top_dev;
+
+static int entry(int dirfd, const char *name, const char *path, const struct stat *st) {
+    uint8_t *h = tar + used;
+    unsigned sum = 0;
+    int dir = S_ISDIR(st->st_mode);
+    if (used + 3 * BLOCK > MAX_TAR || strlen(path) + dir > 99 || st->st_uid > 07777777 || st->st_gid > 07777777) return -1;
+    if (!dir && st->st_nlink > 1) return -1;
+    snprintf((char *)h, 100, "%s%s", path, dir ? "/" : "");
+    octal(h + 100, 8, st->st_mode & 07777);
+    octal(h + 108, 8, st->st_uid);
+    octal(h + 116, 8, st->st_gid);
+    octal(h + 124, 12, 0);
+    octal(h + 136, 12, st->st_mtime);
+    memset(h + 148, ' ', 8);
+    memcpy(h + 257, "ustar\00000", 8);
+    if (dir) h[156] = '5';
+    else if (S_ISLNK(st->st_mode)) {
+        ssize_t n = readlinkat(dirfd, name, (char *)h + 157, 100);
+        if (n <= 0 || n > 99) return -1;
+        h[156] = '2';
+    } else if (S_ISCHR(st->st_mode) || S_ISBLK(st->st_mode)) {
+        h[156] = S_ISCHR(st->st_mode) ? '3' : '4';
+        octal(h + 329, 8, major(st->st_rdev));
+        octal(h + 337, 8, minor(st->st_rdev));
+    } else if (S_ISFIFO(st->st_mode)) h[156] = '6';
+    else return -1;                                 /* data: the real tar's work */
+    for (int i = 0; i < BLOCK; i++) sum += h[i];
+    octal(h + 148, 7, sum);
+    used += BLOCK;
+    return 0;
 }
 
-static void le32(uint8_t *p, uint32_t v) { for (int i = 0; i < 4; i++) p[i] = v >> (8 * i); }
-
-/* The header of gzip names no time and an unknown system; its extra flags byte 0xB1 is how we know our own. */
-static const uint8_t GZ_HEAD[10] = { 0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0xB1, 255 };
+static int walk(int fd, const char *below) {
+    DIR *d = fdopendir(fd);
+    struct dirent *e;
+    int bad = d ? 0 : -1;
+    while (!bad && (e = readdir(d))) {
+        char path[128];
+        struct stat st;
+        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
+        if (snprintf(path, sizeof path, "%s/%s", below, e->d_name) >= (int)sizeof path) bad = -1;
+        else if (fstatat(fd, e->d_name, &st, AT_SYMLINK_NOFOLLOW) || entry(fd, e->d_name, path, &st)) bad = -1;
+        else if (S_ISDIR(st.st_mode) && st.st_dev == top_dev) {
+            int sub = openat(fd, e->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+            bad = sub < 0 ? -1 : walk(sub, path);
+        }
+    }
+    if (d) closedir(d);
+    return bad;
+}
 
 static int create(const char *dir) {
-    static uint8_t out[GZ_SIZE];
-    uint8_t *tar = out + 15;
+    int fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     struct stat st;
-    unsigned sum = 0;
-    if (stat(dir, &st) || st.st_uid > 07777777 || st.st_gid > 07777777) return -1;
-    memcpy(out, GZ_HEAD, 10);
-    out[10] = 1;                                    /* last block, stored */
-    out[11] = TAR_SIZE & 255; out[12] = TAR_SIZE >> 8;
-    out[13] = ~out[11]; out[14] = ~out[12];
-    strcpy((char *)tar, "./");
-    sprintf((char *)tar + 100, "%07o", (unsigned)(st.st_mode & 07777));
-    sprintf((char *)tar + 108, "%07o", st.st_uid);
-    sprintf((char *)tar + 116, "%07o", st.st_gid);
-    sprintf((char *)tar + 124, "%011o", 0);
-    sprintf((char *)tar + 136, "%011llo", (unsigned long long)st.st_mtime);
-    memset(tar + 148, ' ', 8);
-    tar[156] = '5';
-    memcpy(tar + 257, "ustar\00000", 8);
-    for (int i = 0; i < BLOCK; i++) sum += tar[i];
-    sprintf((char *)tar + 148, "%06o", sum);
-    le32(out + 15 + TAR_SIZE, crc(tar, TAR_SIZE));
-    le32(out + 19 + TAR_SIZE, TAR_SIZE);
-    for (size_t off = 0; off < sizeof out;) {
-        ssize_t n = write(1, out + off, sizeof out - off);
+    if (fd < 0 || fstat(fd, &st)) return -1;
+    top_dev = st.st_dev;
+    if (entry(fd, ".", ".", &st) || walk(fd, ".")) return -1;
+    used += 2 * BLOCK;                              /* the end of a tar: two empty blocks */
+    memcpy(buf, GZ_HEAD, 10);
+    buf[10] = 1;                                    /* last block, stored */
+    buf[11] = used & 255; buf[12] = used >> 8;
+    buf[13] = ~buf[11]; buf[14] = ~buf[12];
+    le32(tar + used, crc(tar, used));
+    le32(tar + used + 4, used);
+    for (size_t off = 0, size = HEAD + used + TAIL; off < size;) {
+        ssize_t n = write(1, buf + off, size - off);
         if (n <= 0) return off ? -2 : -1;
         off += n;
     }
     return 0;
 }
 
+/* ---- restore ---- */
+
+static int make(int top, const uint8_t *h) {
+    char path[101] = { 0 };
+    mode_t mode = number(h + 100);
+    dev_t dev = makedev(number(h + 329), number(h + 337));
+    memcpy(path, h, 100);
+    size_t n = strlen(path);
+    if (strstr(path, "..") || path[0] == '/') return -1;
+    if (n && path[n - 1] == '/') path[--n] = 0;
+    int bad = 0, link = h[156] == '2';
+    if (h[156] == '5') bad = strcmp(path, ".") && mkdirat(top, path, 0700);
+    else if (link) bad = symlinkat((const char *)h + 157, top, path);
+    else bad = mknodat(top, path, (h[156] == '3' ? S_IFCHR : h[156] == '4' ? S_IFBLK : S_IFIFO) | mode, dev);
+    if (bad || fchownat(top, path, number(h + 108), number(h + 116), AT_SYMLINK_NOFOLLOW)) return -1;
+    return link ? 0 : fchmodat(top, path, mode, 0);
+}
+
+static int set_time(int top, const uint8_t *h) {
+    struct timespec t[2] = { { .tv_nsec = UTIME_NOW }, { .tv_sec = number(h + 136) } };
+    char path[101] = { 0 };
+    memcpy(path, h, 100);
+    size_t n = strlen(path);
+    if (n && path[n - 1] == '/') path[n - 1] = 0;
+    return utimensat(top, path, t, AT_SYMLINK_NOFOLLOW);
+}
+
 static int extract(const char *dir) {
-    static uint8_t in[GZ_SIZE + 1];
-    const uint8_t *tar = in + 15;
     off_t start = lseek(0, 0, SEEK_CUR);
-    size_t have = 0;
+    size_t have = 0, size;
     ssize_t n;
     if (start < 0) return -1;
-    while (have < sizeof in && (n = read(0, in + have, sizeof in - have)) > 0) have += n;
-    if (have != GZ_SIZE || memcmp(in, GZ_HEAD, 10) || strcmp((const char *)tar, "./") || crc(tar, TAR_SIZE) != (uint32_t)(in[15 + TAR_SIZE] | in[16 + TAR_SIZE] << 8 | in[17 + TAR_SIZE] << 16 | (uint32_t)in[18 + TAR_SIZE] << 24)) {
+    while (have < sizeof buf && (n = read(0, buf + have, sizeof buf - have)) > 0) have += n;
+    size = have > HEAD + TAIL ? have - HEAD - TAIL : 0;
+    uint32_t want = size ? tar[size] | tar[size + 1] << 8 | tar[size + 2] << 16 | (uint32_t)tar[size + 3] << 24 : 0;
+    if (!size || have == sizeof buf || memcmp(buf, GZ_HEAD, 10) || (size_t)(buf[11] | buf[12] << 8) != size || crc(tar, size) != want) {
         lseek(0, start, SEEK_SET);
         return -1;
     }
-    struct timespec t[2] = { { .tv_nsec = UTIME_NOW }, { .tv_sec = strtoll((const char *)tar + 136, NULL, 8) } };
-    if (chown(dir, strtoul((const char *)tar + 108, NULL, 8), strtoul((const char *)tar + 116, NULL, 8))) return -2;
-    if (chmod(dir, strtoul((const char *)tar + 100, NULL, 8))) return -2;
-    return utimensat(AT_FDCWD, dir, t, 0) ? -2 : 0;
+    int top = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (top < 0) return -2;
+    size_t end = 0;
+    for (; end + BLOCK <= size && tar[end]; end += BLOCK) if (make(top, tar + end)) return -2;
+    while (end) if (set_time(top, tar + (end -= BLOCK))) return -2;     /* backwards: a folder after what is in it */
+    return 0;
 }
 
 int main(int argc, char **argv) {
@@ -103,10 +173,10 @@ int main(int argc, char **argv) {
         if (strcmp(argv[i], "--directory") == 0 && i + 1 < argc) dir = argv[i + 1];
         gzip |= strcmp(argv[i], "--gzip") == 0;
     }
-    if (dir && gzip && strcmp(verb, "--create") == 0 && is_empty(dir)) done = create(dir);
+    if (dir && gzip && strcmp(verb, "--create") == 0) done = create(dir);
     else if (dir && gzip && strcmp(verb, "--extract") == 0) done = extract(dir);
     if (done == 0) return 0;
-    if (done == -2) { perror("tar (belayer)"); return 2; }  /* something was done already: not for another to do again */
+    if (done == -2) { perror("tar (belayer)"); return 2; }  /* half done: not for another to do again */
     argv[0] = "tar";
     execv(REAL, argv);
     perror(REAL);

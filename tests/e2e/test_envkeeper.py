@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from belayer.errors import BelayerError, ClaimTaken, Fenced, SandboxLost
+from belayer.errors import BelayerError, ClaimTaken, DaemonUnreachable, Fenced, SandboxLost
+from belayer.messages.sandbox import ExecAction, Observation
+from belayer.rpc import call_sync
 from belayer.sandbox import Sandbox
 from belayer.trajectory import context_digest
 from tests.support.envhost import EnvHost
@@ -220,13 +222,11 @@ def test_the_daemon_is_killed_in_the_middle_of_an_action(host: EnvHost, box: San
     box.checkpoint()
 
     def act() -> None:
-        other = Sandbox.attach(box.sandbox_id, paths=host.paths)
-        try:
-            other.exec("sleep 1000", timeout_s=1.0)
-        except BelayerError:
-            return
-        finally:
-            other.close()
+        ask = ExecAction(
+            sandbox_id=box.sandbox_id, incarnation=box.incarnation, boundary=box.boundary, command="sleep 1000"
+        )
+        with pytest.raises(DaemonUnreachable):
+            call_sync(host.paths.envkeeper_sock, ask, Observation, 5.0)
 
     thread = threading.Thread(target=act)
     thread.start()
