@@ -12,6 +12,7 @@ from belayer.heartbeat import Beat
 EVERY_S = 0.02
 _MARGIN = 4.0  # a step may be this much slower than the slowest seen before it counts as a hang
 _FIRST_RATE = 0.01  # seconds per token, before any step was timed
+_WORST_RATE = 0.1  # one stalled step must not make the watcher patient for ever
 _TIMED_FROM = 16  # tokens; below it a step's time says little about the time per token
 
 
@@ -23,17 +24,19 @@ class Heart:
         self._last = 0.0
         self._rate = 0.0
         self._began, self._tokens_now = 0.0, 0
+        self._announced_until = 0.0
         self.phase, self.step, self.waiting, self.running, self.tokens = "starting", 0, 0, 0, 0
 
     def announce(self, phase: str, deadline_s: float) -> None:
-        """Beat now: up to ``deadline_s`` of silence is legal from here (0: the hang limit again)."""
-        self.phase = phase
-        self._write(monotonic(), deadline_s)
+        """Beat now: up to ``deadline_s`` of silence is legal from here, until the next ``turn``."""
+        self.phase, now = phase, monotonic()
+        self._announced_until = now + deadline_s
+        self._write(now, deadline_s)
 
     def turn(self, phase: str, running: int, waiting: int) -> None:
         """One turn of the loop is over."""
         now = monotonic()
-        self._time_step(now)
+        self._announced_until = 0.0
         self.running, self.waiting = running, waiting
         if phase != self.phase or now - self._last >= EVERY_S:
             self.phase = phase
@@ -44,14 +47,17 @@ class Heart:
         self.step += 1
         self._began, self._tokens_now = monotonic(), tokens
         allowance = tokens * (self._rate or _FIRST_RATE) * _MARGIN
+        announced = self._announced_until - self._began
+        if announced > self._hang_limit_s + allowance:
+            return  # inside a longer announced phase: a shorter deadline would take legal time away
         if allowance > self._hang_limit_s / 2:
             self.phase = "prefill"
             self._write(self._began, self._hang_limit_s + allowance)
 
-    def _time_step(self, now: float) -> None:
+    def step_ends(self) -> None:
         if self._tokens_now >= _TIMED_FROM:
-            self._rate = max(self._rate, (now - self._began) / self._tokens_now)
-        self._tokens_now = 0
+            rate = (monotonic() - self._began) / self._tokens_now
+            self._rate = min(max(self._rate, rate), _WORST_RATE)
 
     def _write(self, now: float, deadline_s: float) -> None:
         self._last = now

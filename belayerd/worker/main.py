@@ -49,7 +49,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     view.verify()
     arena = ArenaView(owner_kv, slot_name, slot.kv_bytes)
     lap("attach")
-    seat.take(seat.Seat(weights=view, arena=arena, scheduled=heart.step_begins))
+    seat.take(seat.Seat(weights=view, arena=arena, scheduled=heart.step_begins, stepped=heart.step_ends))
     torch.set_num_threads(slot.threads)
     args = engine_args(model, slot)
     # Unseeded requests draw from the process's generator; two workers of a slot must not draw the same numbers.

@@ -37,13 +37,14 @@ def test_a_long_prefill_announces_a_deadline_by_its_tokens(file: Path) -> None:
     assert (pulse(file).phase, pulse(file).deadline_s, pulse(file).step) == ("step", 0.0, 3)
 
 
-def test_the_rate_is_the_slowest_seen(file: Path) -> None:
-    heart = Heart(Beat(file), hang_limit_s=0.001)
+def test_the_rate_is_what_was_seen_once_a_step_was_timed(file: Path) -> None:
+    heart = Heart(Beat(file), hang_limit_s=1.0)
     heart.step_begins(100)
-    first = pulse(file).deadline_s
-    heart.turn("step", 1, 0)  # 100 tokens took microseconds: the allowance shrinks to what was seen
+    assert pulse(file).deadline_s == 5.0, "before any step was timed the allowance is generous"
+    heart.step_ends()  # 100 tokens took microseconds
+    heart.turn("step", 1, 0)
     heart.step_begins(100)
-    assert pulse(file).deadline_s < first
+    assert (pulse(file).phase, pulse(file).deadline_s) == ("step", 0.0)
 
 
 def test_an_announced_phase_is_written_at_once(file: Path) -> None:
@@ -51,6 +52,16 @@ def test_an_announced_phase_is_written_at_once(file: Path) -> None:
     for phase in ("loading", "warm-up: engine done"):
         heart.announce(phase, 180.0)
         assert (pulse(file).phase, pulse(file).deadline_s) == (phase, 180.0)
+
+
+def test_a_step_inside_an_announced_phase_keeps_the_longer_deadline(file: Path) -> None:
+    heart = Heart(Beat(file), hang_limit_s=1.0)
+    heart.announce("loading", 180.0)
+    heart.step_begins(1000)
+    assert (pulse(file).phase, pulse(file).deadline_s) == ("loading", 180.0)
+    heart.turn("idle", 0, 0)
+    heart.step_begins(1000)
+    assert (pulse(file).phase, pulse(file).deadline_s) == ("prefill", 41.0)
 
 
 def test_a_long_phase_name_still_fits_the_block(file: Path) -> None:

@@ -16,6 +16,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 
 from belayer.config import Model, Slot
+from belayerd.worker.adapter.seat import seat
 
 logger = structlog.get_logger(daemon="worker")
 
@@ -156,7 +157,9 @@ class Core(EngineCoreProc):
     def turn(self) -> bool:
         """One step when there is work; True when the model ran."""
         if self.has_work():
-            return bool(self._process_engine_step())
+            ran = bool(self._process_engine_step())
+            seat().stepped()
+            return ran
         self._notify_idle_state_callbacks()
         return False
 

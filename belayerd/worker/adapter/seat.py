@@ -7,7 +7,7 @@ objects is this one variable, set once per process before the engine is built.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from belayer.errors import BelayerError
 from gpuowner.attach import ArenaView, WeightsView
@@ -15,11 +15,13 @@ from gpuowner.attach import ArenaView, WeightsView
 
 @dataclass
 class Seat:
-    """``scheduled`` is called inside each step, before the model runs, with its number of tokens."""
+    """``scheduled`` is called inside each step, before the model runs, with its number of tokens; ``stepped`` after
+    the step."""
 
     weights: WeightsView
     arena: ArenaView
-    scheduled: Callable[[int], None] = field(default=lambda tokens: None)
+    scheduled: Callable[[int], None]
+    stepped: Callable[[], None]
 
 
 _seat: list[Seat] = []
