@@ -14,7 +14,7 @@ knows_runtime() { timeout 10 docker info --format '{{json .Runtimes}}' 2>/dev/nu
 start_engine() {
   need_root
   local dockerd log=$state/dockerd.log tmp=$state/dockerd-tmp
-  dockerd=$(PATH=$PATH:/usr/sbin command -v dockerd) || die "dockerd is not installed" "run make setup (its first step installs docker.io)"
+  dockerd=$(command -v dockerd) || die "dockerd is not installed" "run make setup (its first step installs docker.io)"
   mkdir -p "$state" && mkdir -p -m 0700 "$tmp"
   if [ -d /run/systemd/system ] && systemctl cat docker.service >/dev/null 2>&1; then
     long "systemctl start docker" "journalctl -u docker tells why" systemctl start docker
@@ -26,7 +26,7 @@ start_engine() {
       die "dockerd runs (pid $running) but does not answer on its socket" "look at its log; unset DOCKER_HOST if it points elsewhere"
     fi
     rm -f /var/run/docker.pid # left by an engine that was killed
-    TMPDIR=$tmp PATH=$PREFIX/criu/usr/sbin:$PATH:/usr/sbin:/sbin \
+    TMPDIR=$tmp PATH=$PREFIX/criu/usr/sbin:$PATH \
       setsid nohup "$dockerd" >>"$log" 2>&1 </dev/null &
     echo $! >"$state/dockerd.pid"
   fi

@@ -5,6 +5,8 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 CACHE=${BELAYER_CACHE:-$ROOT/.cache}
 PREFIX=/opt/belayer
 STEP=$(basename "$0" .sh)
+# A plain su leaves the sbin directories out.
+export PATH=$PATH:/usr/sbin:/sbin
 export DEBIAN_FRONTEND=noninteractive LC_ALL=C.UTF-8 PIP_DISABLE_PIP_VERSION_CHECK=1
 mkdir -p "$CACHE/stamps" "$CACHE/logs"
 

@@ -9,7 +9,7 @@ LIBRARIES="libnuma1 ca-certificates"
 
 missing=()
 for pair in $WANTED; do
-  PATH=$PATH:/usr/sbin:/sbin command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
+  command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
 done
 for library in $LIBRARIES; do
   dpkg-query -W -f '${Status}' "$library" 2>/dev/null | grep -q 'ok installed' || missing+=("$library")
