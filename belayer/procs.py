@@ -36,6 +36,16 @@ def state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
+def cpu_s(pid: int) -> float:
+    """User and system CPU seconds that all threads of ``pid`` have used; 0 when there is no such process."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def rss_mb(pid: int) -> float:
     try:
         pages = int((_PROC / str(pid) / "statm").read_text().split()[1])

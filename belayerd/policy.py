@@ -32,17 +32,38 @@ def backoff(failed_starts: int, limits: Limits) -> float:
     return float(min(60.0, limits.restart_backoff_s * 2.0 ** max(0, failed_starts - 1)))
 
 
-def hang(seen: Observation, limits: Limits) -> str:
-    """Why this heartbeat means a hang, or "". Before the first beat the start deadline rules."""
+class Vital(msgspec.Struct, frozen=True):
+    """The process behind the heartbeat: state letter of proc(5), CPU seconds since the last change of the beat."""
+
+    state: str
+    cpu_s: float
+
+
+# A process that wants a core and gets none is starved, not hung: its budget is then CPU time, up to this many limits.
+_STARVED = 10.0
+_WANTS_CPU = frozenset("RD")
+
+
+def hang(seen: Observation, vital: Vital, limits: Limits) -> str:
+    """Why this heartbeat means a hang, or "". Before the first beat the start deadline rules.
+
+    A stopped or sleeping process is hung at the limit. A runnable one (or one that waits for a page) is hung when it
+    has *used* the limit in CPU time without a beat, so that a crowded host is no false alarm."""
     pulse = seen.pulse
     if pulse is None:
         if seen.age_s > limits.start_deadline_s:
             return f"no first heartbeat in {limits.start_deadline_s:g} s"
         return ""
     allowed = max(limits.hang_limit_s, pulse.deadline_s)
-    if seen.age_s > allowed:
-        return f"no heartbeat for {seen.age_s:.2f} s in phase {pulse.phase} (allowed {allowed:g} s)"
-    return ""
+    if seen.age_s <= allowed:
+        return ""
+    starved = vital.state in _WANTS_CPU and vital.cpu_s < allowed and seen.age_s < _STARVED * allowed
+    if starved:
+        return ""
+    return (
+        f"no heartbeat for {seen.age_s:.2f} s in phase {pulse.phase} (allowed {allowed:g} s), "
+        f"process state {vital.state or 'gone'}, {vital.cpu_s:.2f} s of CPU since"
+    )
 
 
 def stuck(seen: Observation, limits: Limits) -> str:

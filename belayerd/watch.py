@@ -28,6 +28,7 @@ class Watched:
         self.seen = Observation(age_s=0.0, pulse=None)
         self._watch = Watch(paths.heartbeat(ref.worker_id), monotonic())
         self._lost, self._told = lost, False
+        self._cpu_at_change = 0.0
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pidfd, self._died)
 
@@ -38,15 +39,24 @@ class Watched:
     def look(self, now: float, limits: policy.Limits) -> None:
         """One look at the heartbeat; tells once."""
         self.seen = self._watch.observe(now)
+        if self.seen.age_s == 0.0:
+            self._cpu_at_change = procs.cpu_s(self.ref.pid)
         if self._told:
             return
-        hung = policy.hang(self.seen, limits)
+        hung = policy.hang(self.seen, self._vital(limits), limits)
         if hung:
-            self._tell(Cause.HANG, f"{hung}, process state {procs.state(self.ref.pid) or 'gone'}")
+            self._tell(Cause.HANG, hung)
             return
         stuck = policy.stuck(self.seen, limits)
         if stuck:
             self._tell(Cause.STUCK, stuck)
+
+    def _vital(self, limits: policy.Limits) -> policy.Vital:
+        """Asked of /proc only when the beat is late: the usual look costs one stat(2)."""
+        if self.seen.age_s <= limits.hang_limit_s:
+            return policy.Vital("", 0.0)
+        pid = self.ref.pid
+        return policy.Vital(procs.state(pid), procs.cpu_s(pid) - self._cpu_at_change)
 
     def _tell(self, cause: Cause, detail: str) -> None:
         if not self._told:

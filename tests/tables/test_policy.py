@@ -1,0 +1,56 @@
+"""Judgements of the supervisor: what is a hang, a repeat, a back-off."""
+
+from __future__ import annotations
+
+import pytest
+
+from belayer.heartbeat import Observation, Pulse
+from belayerd.policy import Limits, Vital, backoff, gives_up, hang, is_repeat, stuck
+
+LIMITS = Limits(hang_limit_s=2.0, start_deadline_s=60.0, restart_backoff_s=1.0, restart_budget=3, repeat_window_s=60.0)
+
+
+def seen(age: float, deadline: float = 0.0, flat: float = 0.0) -> Observation:
+    pulse = Pulse(phase="step", step=1, waiting=1, running=1, tokens=1, deadline_s=deadline)
+    return Observation(age_s=age, pulse=pulse, steps_flat_s=flat)
+
+
+@pytest.mark.parametrize(
+    ("age", "deadline", "state", "cpu", "hung"),
+    [
+        (1.9, 0, "S", 0, False),
+        (2.1, 0, "S", 0, True),  # a deadlock sleeps
+        (2.1, 0, "T", 0, True),  # SIGSTOP
+        (2.1, 0, "R", 2.1, True),  # an endless loop on a free core
+        (2.1, 0, "R", 0.4, False),  # a step that gets a fifth of a core
+        (19.0, 0, "R", 1.9, False),
+        (20.1, 0, "R", 1.9, True),  # starved for ten limits: no use to anybody
+        (2.1, 0, "D", 0.1, False),  # waits for a page
+        (9.0, 10, "S", 0, False),  # a legal long phase, announced
+        (10.1, 10, "S", 0, True),
+    ],
+)
+def test_hang(age: float, deadline: float, state: str, cpu: float, hung: bool) -> None:
+    assert bool(hang(seen(age, deadline), Vital(state, cpu), LIMITS)) is hung
+
+
+def test_before_the_first_beat_the_start_deadline_rules() -> None:
+    assert hang(Observation(age_s=59.0, pulse=None), Vital("S", 0), LIMITS) == ""
+    assert "no first heartbeat" in hang(Observation(age_s=61.0, pulse=None), Vital("R", 0), LIMITS)
+
+
+def test_a_loop_that_makes_no_step_is_stuck_outside_announced_phases() -> None:
+    assert stuck(seen(0.0, flat=9.0), LIMITS) == ""
+    assert "makes no step" in stuck(seen(0.0, flat=11.0), LIMITS)
+    assert stuck(seen(0.0, deadline=30.0, flat=11.0), LIMITS) == ""
+
+
+def test_backoff_doubles_and_is_capped() -> None:
+    assert [backoff(n, LIMITS) for n in (1, 2, 3, 10)] == [1.0, 2.0, 4.0, 60.0]
+    assert [gives_up(n, LIMITS) for n in (2, 3)] == [False, True]
+
+
+def test_repeat_is_inside_the_window_only() -> None:
+    assert not is_repeat(None, 10.0, LIMITS)
+    assert is_repeat(0.0, 59.0, LIMITS)
+    assert not is_repeat(0.0, 60.0, LIMITS)
