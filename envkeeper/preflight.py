@@ -85,6 +85,7 @@ def _read(pid: int) -> Task | None:
     try:
         stat = (base / "stat").read_text()
         status = (base / "status").read_text()
+        waits = (base / "wchan").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
     name = stat[stat.index("(") + 1 : stat.rindex(")")]
@@ -93,7 +94,8 @@ def _read(pid: int) -> Task | None:
     return Task(
         pid=pid,
         parent=int(fields[1]),
-        state=fields[0],
+        # In a frozen v1 group a stopped task shows as "D" like any other; only where it waits tells.
+        state="T" if "signal_stop" in waits else fields[0],
         name=name,
         tracer=tracer,
         descriptors=_links(base / "fd", anonymous=True),

@@ -1,0 +1,135 @@
+"""Hosts that cannot keep sandboxes: one sentence with the remedy, exit 2, nothing created. Crashes inside a capture."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from belayer.errors import BelayerError
+from belayer.messages.sandbox import CheckpointInfo, FullCheckpoint
+from belayer.paths import Paths
+from belayer.rpc import call_sync
+from envkeeper import freezer
+from tests.support.envhost import TREE, EnvHost
+from tests.support.wait import eventually
+
+pytestmark = pytest.mark.docker
+
+
+def start(root: Path, config: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    Paths(root).config.parent.mkdir(exist_ok=True)
+    Paths(root).config.write_text(f"[envkeeper]\n{config}\n")
+    env = {**os.environ, "BELAYER_ROOT": str(root)}
+    command = [sys.executable, "-m", "envkeeper", *arguments]
+    return subprocess.run(command, cwd=TREE, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A root whose path fits into a socket's address."""
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def old_criu(tmp_path: Path) -> Path:
+    path = tmp_path / "criu-old"
+    path.write_text("#!/bin/sh\necho 'Version: 4.1.1'\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ('docker = "unix:///nowhere.sock"', "Docker does not answer at unix:///nowhere.sock; start dockerd"),
+        ('criu = "/nowhere/criu"', "no CRIU at /nowhere/criu; run `make setup`"),
+        ('criu = "OLD"', "CRIU 4.1.1 .* is too old for this kernel: 4.2 is needed"),
+        ('image = "belayer-none:such"', "no image belayer-none:such in this Docker; run `make setup`"),
+        ('runtime = "nosuch"', "Docker does not know the runtime nosuch; add .*daemon.json"),
+        ("memory_mb = 0", "memory_mb"),
+        ("nonsense = 1", "nonsense"),
+    ],
+)
+def test_an_unfit_host_is_named_and_nothing_is_created(short: Path, old_criu: Path, config: str, says: str) -> None:
+    ended = start(short, config.replace("OLD", str(old_criu)))
+    assert ended.returncode == 2
+    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+    assert ended.stdout == ""
+    assert re.search(says, ended.stderr), ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert sorted(path.name for path in short.iterdir()) == ["belayer.toml"]
+
+
+def test_the_doctor_really_dumps_and_restores(short: Path) -> None:
+    ended = start(short, "", "--doctor")
+    assert ended.returncode == 0, ended.stderr
+    assert "proven by nonce" in ended.stdout
+
+
+@pytest.fixture
+def host(short: Path) -> Iterator[EnvHost]:
+    found = EnvHost.start(short)
+    yield found
+    found.stop()
+
+
+def test_a_second_daemon_of_one_root_is_refused(host: EnvHost) -> None:
+    ended = start(host.root, "")
+    assert ended.returncode == 2
+    assert "already runs" in ended.stderr
+    assert host.answers()
+
+
+def test_a_daemon_killed_while_its_sandbox_is_frozen(host: EnvHost) -> None:
+    """O1: nothing stays frozen, the half-written checkpoint is gone, the previous one is READY, the shell is there."""
+    box = host.create(memory_mb=1500)
+    box.exec('X=5; python3 -c \'import time; b=bytearray(300 << 20); open("/up","w"); time.sleep(9000)\' &')
+    assert box.exec("until [ -e /up ]; do sleep 0.01; done", timeout_s=60).exit_code == 0
+    first = box.checkpoint()
+    group = freezer.of_process(host.info(box.sandbox_id).pid)
+    ask = FullCheckpoint(
+        sandbox_id=box.sandbox_id, incarnation=box.incarnation, boundary=box.boundary, context_digest=""
+    )
+
+    def capture() -> None:
+        with pytest.raises(BelayerError):
+            call_sync(host.paths.envkeeper_sock, ask, CheckpointInfo, 5.0)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    eventually(group.is_frozen, within=20, what="the sandbox is frozen", every=0.001)
+    host.kill()
+    frozen_after_the_kill = group.wants_frozen()
+    host.restart()
+    thread.join(30)
+    assert frozen_after_the_kill
+    assert not group.wants_frozen()
+    assert host.info(box.sandbox_id).ready_checkpoint == first.checkpoint_id
+    assert list((host.paths.checkpoints / box.sandbox_id / "tmp").iterdir()) == []
+    assert box.exec("echo $X").stdout == "5\n"
+    assert box.checkpoint().boundary == box.boundary
+    proof = box.kill()
+    assert "dead" in proof.seen
+    assert box.restore()[0] == box.boundary
+    assert box.exec("echo $X").stdout == "5\n"
+
+
+def test_a_stopped_daemon_leaves_its_sandboxes_running(host: EnvHost) -> None:
+    box = host.create()
+    box.exec("X=5")
+    pid = host.info(box.sandbox_id).pid
+    host.process.send_signal(signal.SIGTERM)
+    assert host.process.wait(20) == 0
+    assert Path(f"/proc/{pid}").exists()
+    host.restart()
+    assert box.exec("echo $X").stdout == "5\n"
