@@ -54,7 +54,7 @@ def parse_request(frames: list[bytes], prefix: bytes) -> Live:
     return Live(
         request_id=row[0],
         prompt=len(row[1]),
-        client=row[11] if len(row) > 11 else 0,
+        client=0,
         max_tokens=params.get("max_tokens") or 16,
         stop_ids=tuple(params.get("stop_token_ids") or ()),
         logprobs=params.get("logprobs"),
@@ -153,6 +153,7 @@ class RecordedEngine:
 
     def add(self, peer: bytes, rest: list[bytes]) -> None:
         request = parse_request(rest[1:], rest[0])
+        request.client = int.from_bytes(peer, "little")  # as the worker: who asks is who is answered
         if not self.main:
             self.send(peer, [self.row(request, [], ERROR)])
             return
