@@ -18,7 +18,8 @@ from belayer.errors import WorkerFailed
 from belayer.messages.worker import Oracle
 from belayerd.worker.adapter.core import INTERNAL, Core, is_error
 
-_LONG = 96  # tokens of the warm-up's prefill, cut to what the engine takes
+_LONG = 48  # tokens of the warm-up's prefill, cut to what the engine takes
+_SHORT = 6
 _ORACLE_LENGTH = 4  # short: it runs inside a handover, where the time to read all weights once is what it costs
 
 
@@ -62,28 +63,26 @@ def warm_up(core: Core, max_len: int, max_batch: int, vocab: int, laps: Callable
     greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2)
     core.run_alone([_request("long", _prompt(room, vocab), greedy)], {})
     laps("long_prefill")
-    short = _prompt(min(24, room), vocab)
-    whole = _tokens(core.run_alone([_request("whole", short, _seeded(4))], {}), "whole")
+    short = _prompt(min(_SHORT, room), vocab)
+    whole = _tokens(core.run_alone([_request("whole", short, _seeded(3))], {}), "whole")
     laps("sampling")
-    again = _tokens(core.run_alone([_request("cut", short, _seeded(4))], {"belayer-cut": whole[:2]}), "cut")
-    if again != whole[2:] or len(whole) != 4:
+    again = _tokens(core.run_alone([_request("cut", short, _seeded(3))], {"belayer-cut": whole[:1]}), "cut")
+    if again != whole[1:] or len(whole) != 3:
         raise WorkerFailed(
-            f"a resumed seeded request gave {again} where the whole one gave {whole[2:]}",
+            f"a resumed seeded request gave {again} where the whole one gave {whole[1:]}",
             kept="the standby is not offered",
             remedy="the sampler of this vLLM draws otherwise than the adapter expects",
         )
     laps("resume")
-    core.run_alone([_request("grammar", short, _grammar())], {})
+    plain = SamplingParams(temperature=0.7, max_tokens=1, logprobs=0)
+    core.run_alone([_request("grammar", short, _grammar()), _request("plain", short, plain)], {})
     laps("grammar")
-    pair = [_request(name, short, SamplingParams(temperature=0.7, max_tokens=2, logprobs=0)) for name in ("a", "b")]
-    core.run_alone(pair, {})
-    laps("batch")
 
 
 def _grammar() -> SamplingParams:
     choice = StructuredOutputsParams(regex="[ab]{2}")
     choice._backend = "xgrammar"  # what vLLM's front end fills in while it checks a request
-    return SamplingParams(temperature=0.0, max_tokens=2, structured_outputs=choice)
+    return SamplingParams(temperature=0.0, max_tokens=1, structured_outputs=choice)
 
 
 def take_oracle(core: Core, vocab: int, weight_version: int) -> tuple[Oracle, float]:

@@ -20,7 +20,10 @@ VLLM = "0.32.0"
 _LOADER = "vllm.model_executor.model_loader"
 _LAYERS = "vllm.model_executor.layers"
 
-HOOKED: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
+Hooked = tuple[tuple[str, str, tuple[str, ...] | None], ...]
+Fields = tuple[tuple[str, str, tuple[str, ...]], ...]
+
+HOOKED: Hooked = (
     (_LOADER, "register_model_loader", ("load_format",)),
     (f"{_LOADER}.base_loader", "BaseModelLoader.load_model", ("vllm_config", "model_config", "prefix")),
     (f"{_LOADER}.base_loader", "BaseModelLoader.create_model", ("vllm_config", "model_config", "prefix")),
@@ -50,7 +53,7 @@ HOOKED: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     ("vllm.v1.serial_utils", "MsgpackEncoder.encode", None),
 )  # fmt: skip
 
-FIELDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+FIELDS: Fields = (
     ("vllm.v1.core.sched.output", "NewRequestData", ("req_id", "prompt_token_ids", "prefill_token_ids")),
     ("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("output_token_ids", "generator", "sampling_params")),
     ("vllm.v1.engine", "EngineCoreOutput", ("finish_reason", "stop_reason", "events", "prefill_stats")),
@@ -72,17 +75,17 @@ def _parameters(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(inspect.unwrap(function)).parameters)
 
 
-def self_check() -> None:
+def self_check(hooked: Hooked = HOOKED, fields_of: Fields = FIELDS) -> None:
     """Raise HostUnfit naming the first hook of ours that vLLM no longer offers."""
     version = _look_up("vllm.version", "__version__")
     if str(version).split("+")[0] != VLLM:
         raise _unfit(f"its version is {version}")
-    for module, path, wanted in HOOKED:
+    for module, path, wanted in hooked:
         found = _look_up(module, path)
         missing = sorted(set(wanted or ()) - _parameters(found)) if wanted else []
         if missing:
             raise _unfit(f"{module}.{path} has no parameter {missing[0]!r}")
-    for module, path, fields in FIELDS:
+    for module, path, fields in fields_of:
         kind = _look_up(module, path)
         has = set(getattr(kind, "__struct_fields__", ())) | set(getattr(kind, "__dataclass_fields__", ()))
         for name in fields:

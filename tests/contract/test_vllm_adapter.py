@@ -1,0 +1,123 @@
+"""The hooks into vLLM fail closed: each names what does not fit instead of quietly not hooking."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from belayer.errors import BelayerError, HostUnfit, WeightsBroken  # noqa: E402
+from belayer.messages.owner import TensorSpec  # noqa: E402
+from belayerd.worker.adapter.arena import _AnswerZeros  # noqa: E402
+from belayerd.worker.adapter.checks import self_check  # noqa: E402
+from belayerd.worker.adapter.resume import Draws  # noqa: E402
+from belayerd.worker.adapter.weights import assert_inside, bind  # noqa: E402
+from gpuowner.backends.memfd import Memfd  # noqa: E402
+from gpuowner.vmem import Mapping  # noqa: E402
+
+SIZE = 1 << 16
+CORE = "vllm.v1.engine.core"
+
+
+def test_every_hook_fits_the_installed_vllm() -> None:
+    self_check()
+
+
+@pytest.mark.parametrize(
+    ("hooked", "fields", "named"),
+    [
+        (((CORE, "EngineCore.no_such_method", None),), (), "no_such_method is gone"),
+        ((("vllm.no_such_module", "x", None),), (), r"vllm\.no_such_module\.x is gone"),
+        (((CORE, "EngineCore.add_request", ("request", "no_such_parameter")),), (), "no parameter 'no_such_parameter'"),
+        ((), (("vllm.v1.engine", "EngineCoreOutput", ("no_such_field",)),), "no field 'no_such_field'"),
+    ],
+)
+def test_a_hook_that_does_not_fit_is_named(hooked: object, fields: object, named: str) -> None:
+    with pytest.raises(HostUnfit, match=named):
+        self_check(hooked, fields)  # type: ignore[arg-type]
+
+
+class View:
+    """What ``bind`` reads of a WeightsView: a mapping, a layout and a grant."""
+
+    class grant:
+        model = "m"
+
+    def __init__(self, mapping: Mapping, specs: list[TensorSpec]) -> None:
+        self.mapping = mapping
+        self.tensors = {spec.name: spec for spec in specs}
+
+
+@pytest.fixture
+def mapping() -> Mapping:
+    return Memfd("test", SIZE).map_writable()
+
+
+def spec(shape: tuple[int, ...] = (4, 4), dtype: str = "F32") -> TensorSpec:
+    return TensorSpec(name="weight", dtype=dtype, shape=shape, offset=64, nbytes=64)
+
+
+def test_parameters_become_views_and_a_copy_is_noticed(mapping: Mapping) -> None:
+    layer, view = nn.Linear(4, 4, bias=False), View(mapping, [spec()])
+    with pytest.raises(WeightsBroken, match="private copy"):
+        assert_inside(layer, view)
+    bind(layer, view)
+    assert_inside(layer, view)
+    mapping.buffer()[64:128] = b"\0" * 64
+    assert torch.count_nonzero(layer.weight) == 0
+    layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # what packing leaves behind
+    with pytest.raises(WeightsBroken, match="private copy"):
+        assert_inside(layer, view)
+
+
+@pytest.mark.parametrize(
+    ("specs", "named"),
+    [([], "do not hold"), ([spec((2, 8))], "the engine wants"), ([spec(dtype="F16")], "the engine wants")],
+)
+def test_a_layout_that_does_not_fit_the_engine_is_refused(
+    mapping: Mapping, specs: list[TensorSpec], named: str
+) -> None:
+    with pytest.raises(WeightsBroken, match=named):
+        bind(nn.Linear(4, 4, bias=False), View(mapping, specs))
+
+
+def test_the_cache_lies_in_the_arena_or_there_is_no_engine(mapping: Mapping) -> None:
+    with _AnswerZeros(mapping):
+        other = torch.zeros(8)
+        cache = torch.zeros(4096, dtype=torch.int8, device="cpu")
+    assert cache.data_ptr() == mapping.address
+    assert not mapping.contains(other.data_ptr(), 1)
+    with pytest.raises(BelayerError, match="arena was not used"), _AnswerZeros(mapping):
+        torch.zeros(8)
+    with pytest.raises(BelayerError, match="asks for"), _AnswerZeros(mapping):
+        torch.zeros(SIZE + 1, dtype=torch.int8)
+    with _AnswerZeros(mapping):
+        torch.zeros(8, dtype=torch.int8)
+        with pytest.raises(BelayerError, match="asks for"):
+            torch.zeros(8, dtype=torch.int8)
+
+
+def draw(generator: torch.Generator) -> int:
+    return int(torch.randint(0, 2**31, (1,), generator=generator, dtype=torch.long))
+
+
+def test_draws_are_those_of_the_stock_generator_at_every_position() -> None:
+    stock = torch.Generator().manual_seed(9)
+    expected = [draw(stock) for _ in range(50)]
+    for start in (0, 1, 49):
+        draws = Draws(9)
+        got = []
+        for position in range(start, 50):
+            draws.step_to(position)
+            got.append(draw(draws))
+        assert got == expected[start:]
+    draws = Draws(9)
+    draws.step_to(0)
+    draw(draws)  # a chunk of a long prefill draws and throws away; vLLM then wants it taken back
+    draws.set_offset(draws.get_offset() - 4)
+    draws.step_to(0)
+    assert draw(draws) == expected[0]
