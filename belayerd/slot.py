@@ -55,6 +55,7 @@ class SlotShell:
         )
         self._inbox: asyncio.Queue[p.Event] = asyncio.Queue()
         self._watched: dict[str, Watched] = {}
+        self._ended: set[str] = set()  # ended while belayerd was down: nothing to watch, but files to sweep
         self._waiters: dict[str, asyncio.Future[Incident]] = {}
         self._injected: set[str] = set()
         self._since = wall()
@@ -101,6 +102,7 @@ class SlotShell:
         try:
             fd = procs.open_pidfd(ref.pid, ref.start_time) if pidfd is None else pidfd
         except WorkerGone:
+            self._ended.add(ref.worker_id)
             return False
         self._watched[ref.worker_id] = Watched(
             ref, fd, self._paths, self._context, self._lost if lost_matters else lambda *_: None
@@ -150,7 +152,10 @@ class SlotShell:
             if watched.dead:
                 watched.close()
                 del self._watched[worker_id]
-                sweep(self._paths, self._cgroups, worker_id)
+                self._ended.add(worker_id)
+        for worker_id in self._ended - self.known_workers():
+            sweep(self._paths, self._cgroups, worker_id)
+        self._ended &= self.known_workers()
 
     # --- effects ---
 

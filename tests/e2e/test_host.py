@@ -1,0 +1,249 @@
+"""A whole host: real owners, zygote, supervisor and router as processes; what an operator does to it, and what dies.
+
+One host with two slots serves all tests of this module. Each test leaves it protected.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from belayer import procs
+from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
+from belayer.messages.control import HostStatusReply, SlotView
+from tests.support.streams import Seen, Stream, chat, completion, tokens_in
+from tests.support.wait import eventually
+
+pytestmark = pytest.mark.engine
+
+MODEL = Path(__file__).parents[2] / ".cache/models/SmolLM2-135M-Instruct"
+WINDOW_S = 2.0
+EXTRA = f"[policy]\nrepeat_window_s = {WINDOW_S}\n[envkeeper]\nenabled = false\n"
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tokens in": ("/inference/v1/generate", tokens_in(80, temperature=0.9, seed=3, ignore_eos=True)),
+    "chat": ("/v1/chat/completions", chat(80, temperature=0.9, seed=4, ignore_eos=True)),
+    "completion": ("/v1/completions", completion(80, ignore_eos=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[LocalHost]:
+    root = Path(tempfile.mkdtemp(prefix="bl-"))
+    host = LocalHost(root, demo_config(MODEL, free_port(), slots=2, extra_slot="hang_limit_s = 1.5", extra=EXTRA))
+    try:
+        host.start(ROLLOUT)
+        host.until_protected()
+        yield host
+    finally:
+        host.stop()
+        shutil.rmtree(root)
+
+
+def ctl(host: LocalHost, *words: str) -> tuple[int, Any, str]:
+    """(exit code, what --json printed, stderr) of belayerctl."""
+    command = [sys.executable, "-m", "belayerctl", *words, "--json"]
+    env = {**os.environ, "BELAYER_ROOT": str(host.root)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, check=False)
+    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+
+def slot(status: HostStatusReply, name: str) -> SlotView:
+    return next(row for row in status.slots if row.slot == name)
+
+
+def main_pid(host: LocalHost, name: str) -> int:
+    return next(worker.pid for worker in slot(host.status(), name).workers if worker.role == "main")
+
+
+def start(host: LocalHost, name: str) -> Stream:
+    path, body = BODIES[name]
+    stream = Stream(host.status().router_url, path, body)
+    stream.start()
+    return stream
+
+
+def facts(seen: Seen) -> tuple[list[int], str, list[str], list[dict[str, Any]], int, int]:
+    """What must not differ between a failed and an unfailed run."""
+    assert seen.error is None
+    assert seen.errors == []
+    return seen.token_ids, seen.text, seen.finishes, seen.usages, seen.roles, seen.done
+
+
+@pytest.fixture(scope="module")
+def truth(host: LocalHost) -> dict[str, Any]:
+    """The unfailed run of every body, twice, so that equality means something."""
+    once = {name: facts(start(host, name).result()) for name in BODIES}
+    again = {name: facts(start(host, name).result()) for name in BODIES}
+    assert once == again
+    assert all(len(fact[0]) == 80 for fact in once.values())
+    return once
+
+
+def busy_slots(host: LocalHost) -> list[str]:
+    return [row.slot for row in host.status().slots if any(w.role == "main" and w.running for w in row.workers)]
+
+
+def under_way(streams: dict[str, Stream]) -> bool:
+    assert all(stream.is_alive() for stream in streams.values()), "a stream ended before the fault"
+    return all(len(stream.seen.token_ids) >= 8 for stream in streams.values())
+
+
+@pytest.mark.parametrize("kind", ["kill", "stop"])
+def test_every_stream_outlives_every_main(host: LocalHost, truth: dict[str, Any], kind: str) -> None:
+    """Both mains are broken while three streams run: tokens, text, finish, usage, role and [DONE] as if nothing had
+    happened (R2, R3); the dead tree is really dead (R1); the slots are protected again."""
+    before = host.until_protected()
+    streams = {name: start(host, name) for name in BODIES}
+    eventually(lambda: under_way(streams), within=60, what="tokens on every stream")
+    for name in busy_slots(host):
+        pid = main_pid(host, name)
+        code, proof, said = ctl(host, "inject", f"{kind}-worker", name)
+        assert code == 0, said
+        assert proof["pid"] == pid
+        assert ("pidfd readable" if kind == "kill" else "state T") in proof["seen"]
+    assert {name: facts(stream.result(120)) for name, stream in streams.items()} == truth
+    after = host.until_protected()
+    moved = [row.slot for row in after.slots if row.generation > slot(before, row.slot).generation]
+    assert moved, "no handover happened"
+    for name in moved:
+        incident = slot(after, name).last_incident
+        assert incident is not None
+        assert incident.cause == {"kill": "death", "stop": "hang"}[kind]
+        assert incident.injected
+        assert incident.outcome == "served"
+        assert [step.step.split()[1] for step in incident.steps][-1] == "register"
+        dead = next(worker.pid for worker in slot(before, name).workers if worker.role == "main")
+        assert procs.state(dead) in ("", "Z")
+
+
+def test_a_planned_handover_is_asked_for_and_told(host: LocalHost, truth: dict[str, Any]) -> None:
+    before = slot(host.until_protected(), "slot0")
+    stream = start(host, "chat")
+    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
+    code, incident, said = ctl(host, "handover", "slot0")
+    assert code == 0, said
+    assert incident["cause"] == "operator"
+    assert (incident["from_generation"], incident["to_generation"]) == (before.generation, before.generation + 1)
+    assert facts(stream.result(120)) == truth["chat"]
+    host.until_protected()
+    code, listed, _ = ctl(host, "incidents", "--limit", "1")
+    assert code == 0
+    assert listed[0]["incident_id"] == incident["incident_id"]
+
+
+def test_refusals_are_named(host: LocalHost) -> None:
+    host.until_protected()
+    code, said, err = ctl(host, "handover", "slot9")
+    assert (code, said["error"]) == (1, "slot_unknown")
+    assert "slot0, slot1" in err
+    assert ctl(host, "inject", "explode", "slot0")[0] == 2
+    code, said, _ = ctl(host, "restore", "slot0")
+    assert (code, said["error"]) == (1, "refused")
+
+
+def test_status_and_top_show_the_host(host: LocalHost) -> None:
+    host.until_protected()
+    code, shown, said = ctl(host, "status")
+    assert code == 0, said
+    assert [row["protected"] for row in shown["host"]["slots"]] == [True, True]
+    assert {row["kind"] for row in shown["host"]["owners"]} == {"weights", "kv"}
+    assert shown["router"]["slots"][0]["registered"]
+    code, frame, _ = ctl(host, "top", "--once")
+    assert code == 0
+    assert frame["host"]["instance"] == shown["host"]["instance"]
+
+
+def test_belayerd_is_killed_and_re_adopts(host: LocalHost, truth: dict[str, Any]) -> None:
+    """kill -9 of the supervisor in mid-stream: the stream does not notice, the next belayerd takes up the same
+    processes, and a worker that died meanwhile is handed over (O1)."""
+    before = host.until_protected()
+    stream = start(host, "chat")
+    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
+    host.kill9("belayerd")
+    code, last, said = ctl(host, "status")
+    assert code == 3
+    assert last["stale"] is True
+    assert "last word" in said
+    assert facts(stream.result(120)) == truth["chat"]
+    victim = main_pid_of(before, "slot1")
+    os.kill(victim, signal.SIGKILL)
+    eventually(lambda: procs.state(victim) in ("", "Z"), what="the main of slot1 is dead")
+    host.spawn("belayerd")
+    after = host.until_protected()
+    assert pids(after, "slot0") == pids(before, "slot0"), "the workers of slot0 were not touched"
+    assert slot(after, "slot0").generation == slot(before, "slot0").generation
+    assert slot(after, "slot1").generation == slot(before, "slot1").generation + 1
+    assert facts(start(host, "completion").result()) == truth["completion"]
+
+
+def main_pid_of(status: HostStatusReply, name: str) -> int:
+    return next(worker.pid for worker in slot(status, name).workers if worker.role == "main")
+
+
+def pids(status: HostStatusReply, name: str) -> list[int]:
+    return [worker.pid for worker in slot(status, name).workers]
+
+
+def test_router_is_killed_and_told_again_who_serves(host: LocalHost, truth: dict[str, Any]) -> None:
+    before = host.until_protected()
+    host.kill9("belayer-router")
+    host.spawn("belayer-router")
+
+    def registered() -> bool | None:
+        code, shown, _ = ctl(host, "status")
+        rows = shown["router"]["slots"] if code == 0 and shown["router"] else []
+        return (bool(rows) and all(row["registered"] for row in rows)) or None
+
+    host.wait("a router that knows both slots", registered, 120.0)
+    assert pids(host.status(), "slot0") == pids(before, "slot0")
+    assert facts(start(host, "chat").result()) == truth["chat"]
+
+
+def test_a_dead_shadow_is_replaced_without_a_handover(host: LocalHost) -> None:
+    before = host.until_protected()
+    code, proof, said = ctl(host, "inject", "kill-worker", "slot0", "--shadow")
+    assert code == 0, said
+    host.until("another shadow", lambda s: slot(s, "slot0").protected and pids(s, "slot0")[1] != proof["pid"], 120.0)
+    after = host.until_protected()
+    assert slot(after, "slot0").generation == slot(before, "slot0").generation
+    assert pids(after, "slot0")[0] == pids(before, "slot0")[0]
+
+
+def test_second_failure_in_the_window_quarantines_and_requests_move(host: LocalHost, truth: dict[str, Any]) -> None:
+    """R7: the slot is excluded, its requests end on the other one, an operator brings it back."""
+    before = slot(host.until_protected(), "slot1").generation
+    streams = {name: start(host, name) for name in BODIES}
+    eventually(lambda: under_way(streams), within=60, what="tokens on every stream")
+    assert ctl(host, "inject", "kill-worker", "slot1")[0] == 0
+    host.until("the next generation", lambda s: slot(s, "slot1").generation > before, 60.0)
+    os.kill(main_pid(host, "slot1"), signal.SIGKILL)
+    ended = host.until("quarantine", lambda s: slot(s, "slot1").state == "quarantined", 60.0)
+    assert "second failure" in slot(ended, "slot1").reason
+    assert slot(ended, "slot1").workers == ()
+    assert {name: facts(stream.result(120)) for name, stream in streams.items()} == truth
+    code, shown, _ = ctl(host, "status")
+    assert (code, shown["host"]["healthy"]) == (1, False)
+    assert ctl(host, "restore", "slot1")[0] == 0
+    assert slot(host.until_protected(), "slot1").generation > before
+
+
+def test_nothing_of_dead_workers_is_left(host: LocalHost) -> None:
+    """After all of the above: sockets, heartbeats, temporary files and control groups of live workers only."""
+    status = host.until_protected()
+    alive = {worker.worker_id for row in status.slots for worker in row.workers}
+
+    def left() -> set[str]:
+        names = {path.name.split(".")[0] for path in (host.paths.run / "w").iterdir()}
+        return (names | {path.name for path in (host.paths.run / "hb").iterdir()}) - alive
+
+    eventually(lambda: not left(), within=10, what=f"nothing left of dead workers: {left()}")
