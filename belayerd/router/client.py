@@ -15,6 +15,9 @@ from belayerd.router.shell import Shell
 
 ADMIN_WAIT_S = 30.0  # how long an admin call waits for a worker while a slot is between two of them
 
+_PAUSING = {"pause_scheduler": True, "resume_scheduler": False}
+_NOBODY = 0  # call id of calls whose answer nobody waits for; real ones are from uuid1, never 0
+
 _STATUS = {
     ErrorCode.NO_HEALTHY_SLOT: HTTPStatus.SERVICE_UNAVAILABLE,
     ErrorCode.WORKER_GONE: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -60,7 +63,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         self._engine_status: dict[int, Any] = {}
         self._kv_event_sources: dict[int, Any] = {}
         self._effective_attention_block_sizes: set[int | None] = set()
-        self._welcomed = False
+        self._welcomed = self._paused = False
         self._loop = asyncio.get_running_loop()
         self._shell: Shell
         self._processor: Any = None
@@ -106,9 +109,12 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         try:
             slots = await self._shell.some_slot(ADMIN_WAIT_S)
             calls = [self._call_utility_async(method, *args, engine=slot) for slot in slots]
-            return list(await asyncio.gather(*calls))
+            answers = list(await asyncio.gather(*calls))
         except BelayerError as error:
             raise RouterFault(error) from error
+        if method in _PAUSING:
+            self._paused = _PAUSING[method]
+        return answers
 
     async def _call_utility_async(self, method: str, *args: Any, engine: str) -> Any:
         call_id = uuid.uuid1().int >> 64
@@ -142,20 +148,23 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
     def fail(self, request_id: str, error: BelayerError) -> None:
         self.outputs_queue.put_nowait(Failure(request_id, error))
 
-    def welcome(self, slot: str, ready: bytes) -> None:
-        if self._welcomed:  # vLLM sums cache blocks per response; workers of one model are alike
-            return
-        try:
-            self._apply_ready_response(ready)
-        except (ValueError, TypeError) as why:
-            raise BadMessage(f"the ready info of {slot} cannot be read: {why}") from why
-        self._welcomed = True
+    def welcome(self, slot: str, ready: bytes) -> list[tuple[bytes, ...]]:
+        if not self._welcomed:  # vLLM sums cache blocks per response; workers of one model are alike
+            try:
+                self._apply_ready_response(ready)
+            except (ValueError, TypeError) as why:
+                raise BadMessage(f"the ready info of {slot} cannot be read: {why}") from why
+            self._welcomed = True
+        if not self._paused:
+            return []
+        # A trainer paused the engines: a worker that comes meanwhile must not run. "keep": it aborts nothing.
+        return [self._codec.encode((self.client_index, _NOBODY, "pause_scheduler", ("keep", False)))]
 
     def utility(self, slot: str, outputs: Any) -> None:
         output = outputs.utility_output
         future = self.utility_results.get(output.call_id)
         if future is None or future.done():
-            return  # the caller has left
+            return  # the caller has left, or there never was one
         if output.failure_message is not None:
             future.set_exception(seam.utility_failed(output.failure_message))
         else:

@@ -39,8 +39,9 @@ class Sink(Protocol):
 
     def fail(self, request_id: str, error: BelayerError) -> None: ...
 
-    def welcome(self, slot: str, ready: bytes) -> None:
-        """A worker's ready info, before it gets any request. Raises BadMessage when it cannot be read."""
+    def welcome(self, slot: str, ready: bytes) -> Sequence[Sequence[Any]]:
+        """A worker's ready info. Returns encoded utility calls that it must get before any request (what was asked
+        of its predecessors and still holds). Raises BadMessage when the info cannot be read."""
 
     def utility(self, slot: str, outputs: Any) -> None: ...
 
@@ -97,7 +98,7 @@ class Shell:
             return  # told again, and it already serves
         try:
             ready = await asyncio.shield(joining)
-            self._sink.welcome(event.slot, ready)
+            first = self._sink.welcome(event.slot, ready)
         except (WorkerGone, BadMessage):
             self._step(ev.ConnectFailed(event.slot, event.generation, event.worker_id))
             raise
@@ -105,10 +106,12 @@ class Shell:
             if joining.cancelled():
                 raise Fenced(f"worker {event.worker_id} was replaced before it was ready") from why
             raise
+        if self._joining.pop(event.worker_id, None) is not None:  # the first that waited for this greeting
+            link = self._links[event.worker_id]
+            for frames in first:
+                link.send([b"util", *frames])
+            link.start(self._on_output, self._on_torn)
         self._step(ev.Ready(event.slot, event.generation, event.worker_id))
-        if event.worker_id in self._joining:  # the first of several that waited for the same greeting
-            del self._joining[event.worker_id]
-            self._links[event.worker_id].start(self._on_output, self._on_torn)
 
     def unregister(self, event: ev.Unregister) -> None:
         self._step(event)

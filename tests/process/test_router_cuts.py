@@ -344,16 +344,59 @@ def test_a_session_stays_on_its_slot(host: RouterHost) -> None:
         assert stream.result().finishes == ["length"]
 
 
+def test_many_streams_and_many_deaths_not_one_token_lost_or_doubled(host: RouterHost) -> None:
+    """40 streams of different lengths over two slots; a worker dies whenever 150 more tokens have come."""
+    bodies = [completion(10 + 3 * n, prompt="word " * (n % 7 + 1)) for n in range(40)]
+    reference = host.worker("s2")
+    asked = [Stream(host.url, "/v1/completions", body) for body in bodies]
+    for stream in asked:
+        stream.start()
+    truths = [stream.result() for stream in asked]
+    host.unregister(reference, gone=True, reason="planned: reference is done")
+    workers = [host.worker("s0", "--step-ms", "5"), host.worker("s1", "--step-ms", "5")]
+    start = host.status().tokens_total
+    streams = [Stream(host.url, "/v1/completions", body) for body in bodies]
+    for stream in streams:
+        stream.start()
+    for kill in range(1, 5):
+        eventually(lambda kill=kill: host.status().tokens_total >= start + 150 * kill, within=30, what=f"kill {kill}")
+        victim = workers[kill % 2]
+        assert host.slot(victim.slot).running > 0
+        die(host, victim)
+        workers[kill % 2] = host.worker(victim.slot, "--step-ms", "5")
+    for stream, truth in zip(streams, truths, strict=True):
+        assert_same(stream.result(), truth)
+    assert host.status().tokens_total == start + sum(10 + 3 * n for n in range(40))
+
+
 def test_admin_routes_reach_all_workers(host: RouterHost) -> None:
     host.worker("s0")
     host.worker("s1")
-    assert httpx.post(f"{host.url}/pause").status_code == 200
-    assert httpx.get(f"{host.url}/is_paused").json() == {"is_paused": False}  # recorded engines do not pause
+    assert httpx.post(f"{host.url}/pause?mode=keep").status_code == 200
+    assert httpx.get(f"{host.url}/is_paused").json() == {"is_paused": True}  # vLLM asks all and wants one answer
     assert httpx.post(f"{host.url}/resume").status_code == 200
+    assert httpx.get(f"{host.url}/is_paused").json() == {"is_paused": False}
     assert httpx.post(f"{host.url}/reset_prefix_cache").status_code == 200
     refused = httpx.post(f"{host.url}/sleep")
     assert refused.status_code == 500
     assert "no sleep" in refused.json()["error"]["message"]
+
+
+def test_a_worker_that_comes_during_a_pause_is_paused_before_it_gets_requests(host: RouterHost) -> None:
+    truth = unfailed(host, "/v1/completions", completion(TOKENS))
+    before = fresh(host, "s0")
+    first = host.worker("s0", "--hold-at", "5")
+    stream = Stream(host.url, "/v1/completions", completion(TOKENS))
+    stream.start()
+    held(host, "s0", before + 5)
+    assert httpx.post(f"{host.url}/pause?mode=keep").status_code == 200
+    die(host, first)
+    second = host.worker("s0")
+    assert httpx.get(f"{host.url}/is_paused").json() == {"is_paused": True}
+    assert second.running() == 1
+    assert fresh(host, "s0") == before + 5
+    assert httpx.post(f"{host.url}/resume").status_code == 200
+    assert_same(stream.result(), truth)
 
 
 def test_metrics_stand_beside_those_of_vllm(host: RouterHost) -> None:

@@ -85,7 +85,7 @@ class RecordedEngine:
         self.live: dict[str, Live] = {}
         self.generation: int = args.generation
         self.main = True
-        self.held = False
+        self.held = self.paused = False
         self.released = False
         self.seq: dict[bytes, int] = {}
         self.steps = 0
@@ -102,7 +102,7 @@ class RecordedEngine:
         print("bound", flush=True)
         next_step = monotonic()
         while True:
-            idle = not self.live or self.held
+            idle = not self.live or self.held or self.paused
             wait = 20 if idle else max(0.0, (next_step - monotonic()) * 1e3)
             while self.socket.poll(wait):
                 self.take(self.socket.recv_multipart())
@@ -111,7 +111,7 @@ class RecordedEngine:
             if self.babble:
                 self.babble = False
                 self.socket.send_multipart([(0).to_bytes(2, "little"), b"out", b"no stamp", b"no outputs"])
-            if self.live and not self.held and monotonic() >= next_step:
+            if self.live and not self.held and not self.paused and monotonic() >= next_step:
                 next_step = monotonic() + self.args.step_ms / 1e3
                 self.step()
 
@@ -214,13 +214,17 @@ class RecordedEngine:
         _, call_id, method, args = msgpack.unpackb(rest[0])
         failure, result = None, None
         match method:
-            case "is_sleeping" | "is_scheduler_paused":
+            case "is_sleeping":
                 result = False
+            case "is_scheduler_paused":
+                result = self.paused
             case "reset_prefix_cache":
                 result = True
             case "get_weight_version":
                 result = self.args.weight_version
-            case "pause_scheduler" | "resume_scheduler" | "set_weight_version":
+            case "pause_scheduler" | "resume_scheduler":
+                self.paused = method == "pause_scheduler"
+            case "set_weight_version":
                 result = None
             case "collective_rpc":
                 result = [{"worker": self.args.worker_id, "args": args[0]}]
