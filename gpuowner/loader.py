@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from belayer.clock import Stopwatch
-from belayer.errors import WeightsBroken
+from belayer.errors import HostUnfit, WeightsBroken
 from belayer.messages.owner import TensorSpec
 from gpuowner.backends.memfd import Memfd
 from gpuowner.digest import chunk_digests, root_digest
@@ -65,6 +65,7 @@ def load(model: str, folder: Path, dtype: str, progress: Progress) -> Loaded:
     layout, nbytes = plan(tensors, DTYPES[dtype], tied_names(folder))
     if nbytes == 0:
         raise WeightsBroken(f"model {model}: {folder} holds no tensor", kept="nothing was sealed")
+    _room_or_refuse(model, nbytes)
     memory = Memfd(f"weights-{model}", nbytes)
     try:
         mapping = memory.map_writable()
@@ -86,6 +87,18 @@ def load(model: str, folder: Path, dtype: str, progress: Progress) -> Loaded:
         load_ms=watch.ms(),
         mb_per_s=nbytes / 1e6 / max(copied_ms / 1e3, 1e-9),
     )
+
+
+def _room_or_refuse(model: str, nbytes: int) -> None:
+    """A memfd has no memory until it is written, and then a full host answers with SIGBUS: ask first."""
+    row = next(row for row in Path("/proc/meminfo").read_text().splitlines() if row.startswith("MemAvailable:"))
+    free = int(row.split()[1]) << 10
+    if nbytes > free:
+        raise HostUnfit(
+            f"model {model} needs {nbytes >> 20} MiB and the host has {free >> 20} MiB available",
+            kept="nothing was allocated",
+            remedy="free memory, or use a smaller model or dtype",
+        )
 
 
 def _copy_all(

@@ -16,6 +16,9 @@ from gpuowner import core
 from gpuowner.backends.memfd import Memfd
 from gpuowner.loader import Loaded, Progress, load
 
+# Epochs of one life of the owner; a later life begins above all of an earlier one, so that no stale epoch fits again.
+EPOCHS_PER_LIFE = 1 << 20
+
 # vLLM asks for less than the configured bytes (whole blocks); an absurd request is a bug or an attack.
 MAX_ARENA = 1 << 42
 
@@ -108,12 +111,13 @@ class Vault:
         return grant, loaded.memory.reader_fd()
 
     def open_arena(self, slot: str, nbytes: int) -> tuple[ArenaEntry, int]:
-        """The arena (made FREE at epoch 0 the first time) and a read-only descriptor of it."""
+        """The arena (made FREE the first time, at epoch 0 in the owner's first life) and a read-only descriptor."""
         entry = self.arenas.get(slot)
         if entry is None:
             if not 0 < nbytes <= MAX_ARENA:
                 raise Refused(f"arena of {nbytes} bytes for slot {slot}", remedy="set kv_bytes of the slot")
-            entry = self.arenas[slot] = ArenaEntry(core.Arena(slot, nbytes), Memfd(f"kv-{slot}", nbytes))
+            arena = core.Arena(slot, nbytes, epoch=(self.generation - 1) * EPOCHS_PER_LIFE)
+            entry = self.arenas[slot] = ArenaEntry(arena, Memfd(f"kv-{slot}", nbytes))
         if entry.arena.nbytes != nbytes:
             raise Refused(
                 f"arena {slot} has {entry.arena.nbytes} bytes, {nbytes} were asked for",

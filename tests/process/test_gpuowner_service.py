@@ -232,6 +232,10 @@ def test_generations_count_the_lives_and_two_owners_cannot_run(stack: Stack, kv:
     stack.wait_socket(stack.daemon("gpuowner", "--kind", "kv"), kv)
     second = eventually(lambda: welcome_of_other(kv, first.pid), what="the next life")
     assert second.owner_generation == first.owner_generation + 1
+    view = ArenaView(worker(kv), "slot0", SIZE)
+    with pytest.raises(Fenced):
+        view.promote(0)  # an epoch of the earlier life
+    view.promote(view.grant.epoch)
 
 
 def welcome_of_other(path: Path, pid: int) -> o.Welcome | None:

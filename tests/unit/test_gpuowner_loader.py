@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from belayer.errors import WeightsBroken
+from belayer.errors import HostUnfit, WeightsBroken
 from gpuowner.digest import first_difference
 from gpuowner.loader import Loaded, load
 from gpuowner.safetensors_file import read_header, read_model
@@ -152,4 +152,19 @@ def test_what_cannot_be_converted_or_stacked_is_refused(folder: Path) -> None:
         load("m", folder, "bfloat16", quiet)
     (folder / "config.json").unlink()
     with pytest.raises(WeightsBroken, match=r"config\.json"):
+        load("m", folder, "float32", quiet)
+
+
+def test_a_model_larger_than_the_host_is_refused_before_allocation(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    rows, columns = 1 << 20, 1 << 20  # 2 TiB as bf16; the file is sparse
+    size = rows * columns * 2
+    text = json.dumps({"w": {"dtype": "BF16", "shape": [rows, columns], "data_offsets": [0, size]}}).encode()
+    try:
+        with path.open("wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + size)
+    except OSError:
+        pytest.skip("this file system holds no sparse file of 2 TiB")
+    with pytest.raises(HostUnfit, match="MiB available"):
         load("m", folder, "float32", quiet)
