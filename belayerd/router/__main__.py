@@ -47,6 +47,7 @@ async def _serve(loaded: config.Config, paths: Paths, stop: asyncio.Event, only:
     async with asyncio.TaskGroup() as group:
         http = group.create_task(front.serve(sock, started))
         ready = group.create_task(started.wait())
+        watch = group.create_task(front.shell.watch())
         await asyncio.wait((http, ready), return_when=asyncio.FIRST_COMPLETED)
         if started.is_set():
             server = Server(paths.router_sock, Request, service.handle)
@@ -56,6 +57,7 @@ async def _serve(loaded: config.Config, paths: Paths, stop: asyncio.Event, only:
             await asyncio.wait((http,))
             control.cancel()
         ready.cancel()
+        watch.cancel()
 
 
 def _quiet_vllm() -> None:

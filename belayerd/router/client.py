@@ -64,6 +64,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         self._kv_event_sources: dict[int, Any] = {}
         self._effective_attention_block_sizes: set[int | None] = set()
         self._welcomed = self._paused = False
+        self.stopping = False
         self._loop = asyncio.get_running_loop()
         self._shell: Shell
         self._processor: Any = None
@@ -135,6 +136,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Called by vLLM's server from another thread: end every live request with a typed error."""
+        self.stopping = True
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_all)
 

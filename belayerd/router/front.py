@@ -66,7 +66,8 @@ class Front:
             raise HostUnfit(f"model {self._args.model} cannot be served: {first}") from why
         book = journal.Journal(folder, instance, router.journal_max_mb << 20, self._live)
         self.shell = Shell(self.core, book, codec, client[0], client[0].client_index, log)
-        client[0].attach(self.shell, self._engine.output_processor)
+        self._client = client[0]
+        self._client.attach(self.shell, self._engine.output_processor)
         self.metrics = Metrics(self.core, book)
         self.url = f"http://{router.host}:{router.port}"
 
@@ -74,7 +75,8 @@ class Front:
         return [record for effect in self.core.live_records() if (record := to_record(effect)) is not None]
 
     async def serve(self, sock: socket.socket, started: asyncio.Event) -> None:
-        """Serve until SIGTERM or SIGINT (vLLM's server takes both); sets ``started`` when it begins."""
+        """Serve until SIGTERM or SIGINT (vLLM's server takes both); sets ``started`` when it begins. Raises
+        RuntimeError when the server ends without having been asked to."""
         tasks = await self._engine.get_supported_tasks()
         app = seam.build_app(self._args, tasks, self._engine.model_config)
         await seam.init_app_state(self._engine, app.state, self._args, tasks)
@@ -93,6 +95,8 @@ class Front:
                 timeout_graceful_shutdown=int(GRACE_S),
             )
             await ended
+            if not self._client.stopping:
+                raise RuntimeError("vLLM's front end ended by itself: its output handler broke")
         finally:
             self._engine.shutdown(timeout=0)
             self.shell.close()

@@ -20,7 +20,7 @@ OnTorn = Callable[["Link", BadMessage], None]
 
 
 class Link:
-    """Connects on construction; ``greet()`` once, then ``start()``.
+    """Connects on construction; ``greet()`` once, then ``read()`` in a task of its own until ``close()``.
 
     No high-water mark: what is queued is bounded by the live requests, and a dropped message would be a lost token.
     """
@@ -49,9 +49,6 @@ class Link:
         ready: bytes = frames[1]
         return ready
 
-    def start(self, on_output: OnOutput, on_torn: OnTorn) -> None:
-        self._reader = asyncio.create_task(self._read(on_output, on_torn), name=f"link-{self.worker_id}")
-
     def send(self, frames: Sequence[Any]) -> None:
         """Queue a message; order is kept. Without a high-water mark this never waits."""
         sent = asyncio.ensure_future(self._socket.send_multipart(frames))
@@ -59,8 +56,9 @@ class Link:
             self._sends.add(sent)
             sent.add_done_callback(self._sends.discard)
 
-    async def _read(self, on_output: OnOutput, on_torn: OnTorn) -> None:
+    async def read(self, on_output: OnOutput, on_torn: OnTorn) -> None:
         """One long-lived receiver: a cancelled receive may lose a message, so it is only cancelled to close."""
+        self._reader = asyncio.current_task()
         while not self._socket.closed:
             frames = await self._socket.recv_multipart(copy=False)
             kind = frames[0].bytes

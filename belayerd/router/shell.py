@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -59,7 +59,23 @@ class Shell:
         self._links: dict[str, Link] = {}  # by worker id
         self._joining: dict[str, asyncio.Task[bytes]] = {}  # by worker id
         self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.serving = asyncio.Event()
+
+    async def watch(self) -> None:
+        """Raises what broke a task of this shell: then its state cannot be trusted and the daemon must end."""
+        await self._broken
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (why := task.exception()) is not None and not self._broken.done():
+            self._broken.set_exception(why)
 
     # -- from the front end -----------------------------------------------------------------------------------
 
@@ -110,7 +126,7 @@ class Shell:
             link = self._links[event.worker_id]
             for frames in first:
                 link.send([b"util", *frames])
-            link.start(self._on_output, self._on_torn)
+            self._run(link.read(self._on_output, self._on_torn))
         self._step(ev.Ready(event.slot, event.generation, event.worker_id))
 
     def unregister(self, event: ev.Unregister) -> None:
@@ -203,9 +219,9 @@ class Shell:
             self._timer = None
         if due is not None and self._timer is None:
             # asyncio's own clock is CLOCK_MONOTONIC too, so deadlines of the core are times of the loop.
-            self._timer = asyncio.get_running_loop().call_at(due, self._tick)
+            self._timer = asyncio.get_running_loop().call_at(due, lambda: self._run(self._tick()))
 
-    def _tick(self) -> None:
+    async def _tick(self) -> None:
         self._timer = None
         self._step(ev.Tick())
 
@@ -216,6 +232,9 @@ class Shell:
             task.cancel()
         for link in self._links.values():
             link.close()
+        for running in self._tasks:
+            running.cancel()
+        self._broken.cancel()
         self._links.clear()
         self._book.close()
         self._context.term()
