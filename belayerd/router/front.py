@@ -34,6 +34,7 @@ def server_args(config: Config) -> Namespace:
     argv = f"--host {router.host} --port {router.port} --dtype {model.dtype} --max-model-len {length}".split()
     argv += ["--model", model.path, "--served-model-name", model.name, model.path]
     argv += ["--enable-scale-out", "--enforce-eager", "--disable-uvicorn-access-log"]
+    argv += ["--allowed-origins", "[]"]  # no page in a browser of this host may reach the admin routes
     argv += ["--max-num-seqs", str(sum(slot.max_num_seqs for slot in config.slot))]
     return seam.parse_args(argv)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -68,28 +68,35 @@ _REQUEST = "request_id external_req_id sampling_params client_index resumable se
 
 def check() -> None:
     """Raise HostUnfit naming the first thing of this vLLM that is not as the router needs it."""
-    problem = next(_problems(), None)
+    problem = next(problems(), None)
     if problem is not None:
         raise HostUnfit(
             f"vLLM {VERSION} does not fit belayer-router: {problem}", remedy=f"install vLLM {PINNED}x (make setup)"
         )
 
 
-def _problems() -> Any:
-    if not VERSION.startswith(PINNED):
-        yield "another minor version than the pinned one"
-    factory = inspect.signature(async_llm.EngineCoreClient.make_async_mp_client)
+def problems(
+    version: str = VERSION,
+    owner: Any = async_llm.EngineCoreClient,
+    client: Any = AsyncMPClient,
+    resources: Any = BackgroundResources,
+    structs: Sequence[Any] = (EngineCoreOutputs, EngineCoreOutput, EngineCoreRequest),
+) -> Iterator[str]:
+    """Each thing that is not as needed, in words. The arguments are this vLLM's own; a test gives others."""
+    if not version.startswith(PINNED):
+        yield f"{version} is not the pinned {PINNED}x"
+    factory = inspect.signature(owner.make_async_mp_client)
     if list(factory.parameters) != _FACTORY.split():
         yield f"make_async_mp_client takes {list(factory.parameters)}"
     for name in (*_INHERITED.split(), *_OVERRIDDEN.split()):
-        if not callable(getattr(AsyncMPClient, name, None)):
-            yield f"AsyncMPClient.{name} is missing"
-    for kind, wanted in ((EngineCoreOutputs, _OUTPUTS), (EngineCoreOutput, _OUTPUT), (EngineCoreRequest, _REQUEST)):
+        if not callable(getattr(client, name, None)):
+            yield f"{client.__name__}.{name} is missing"
+    for kind, wanted in zip(structs, (_OUTPUTS, _OUTPUT, _REQUEST), strict=True):
         missing = set(wanted.split()) - set(kind.__struct_fields__)
         if missing:
             yield f"{kind.__name__} lacks {', '.join(sorted(missing))}"
-    if "engine_dead" not in BackgroundResources.__dataclass_fields__:
-        yield "BackgroundResources.engine_dead is missing"
+    if "engine_dead" not in resources.__dataclass_fields__:
+        yield f"{resources.__name__}.engine_dead is missing"
 
 
 def parse_args(argv: Sequence[str]) -> Namespace:

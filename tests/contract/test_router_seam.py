@@ -1,0 +1,101 @@
+"""The router's one door to vLLM: it fits this vLLM, refuses another by name, and no bytes of a worker get past it."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from belayer.errors import BadMessage
+from belayerd.router import events as ev
+from belayerd.router import vllm_seam as seam
+
+
+def test_this_vllm_fits() -> None:
+    seam.check()
+    assert list(seam.problems()) == []
+
+
+class Elsewhere:
+    """Another vLLM: its factory takes other arguments, its client lacks what ours inherits."""
+
+    @staticmethod
+    def make_async_mp_client(config: Any, tasks: int) -> None: ...
+
+    def call_utility_all_async(self) -> None: ...
+
+
+class Row(msgspec.Struct):
+    request_id: str
+
+
+@dataclass
+class Bare:
+    loop: int = 0
+
+
+def test_another_vllm_is_refused_by_the_name_of_what_differs() -> None:
+    said = "\n".join(seam.problems("0.33.1", Elsewhere, Elsewhere, Bare, (Row, Row, Row)))
+    assert "0.33.1 is not the pinned 0.32.x" in said
+    assert "make_async_mp_client takes ['config', 'tasks']" in said
+    assert "Elsewhere.collective_rpc_async is missing" in said
+    assert "Row lacks events, finish_reason, new_token_ids, prefill_stats" in said
+    assert "Bare.engine_dead is missing" in said
+    assert "Elsewhere.call_utility_all_async" not in said
+
+
+def outputs() -> EngineCoreOutputs:
+    logprobs = LogprobsLists(np.zeros((1, 90), np.int32), np.zeros((1, 90), np.float32), np.zeros(1, np.int32))
+    rows = [
+        EngineCoreOutput("a", [1, 2], new_logprobs=logprobs, events=[]),
+        EngineCoreOutput("b", [], finish_reason=FinishReason.STOP, stop_reason=7),
+        EngineCoreOutput("c", [3]),
+    ]
+    return EngineCoreOutputs(outputs=rows, weight_version="4")
+
+
+def test_outputs_become_items_and_only_what_is_kept_stays() -> None:
+    codec = seam.Codec()
+    decoded = codec.decode(MsgpackEncoder().encode(outputs()))
+    assert codec.items(decoded) == (ev.Item("a", (1, 2)), ev.Item("b", (), "stop"), ev.Item("c", (3,)))
+    codec.keep(decoded, [(0, True), (2, False)])
+    assert [row.request_id for row in decoded.outputs] == ["a", "c"]
+    assert decoded.outputs[0].events is None
+    assert decoded.outputs[0].new_logprobs.logprobs.shape == (1, 90)
+
+
+@given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
+@settings(max_examples=300, deadline=None)
+def test_garbage_is_a_bad_message(frames: list[bytes]) -> None:
+    codec = seam.Codec()
+    with contextlib.suppress(BadMessage):  # the only exception that may come out
+        codec.items(codec.decode(frames))
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_a_damaged_message_is_a_bad_message_or_still_one(data: st.DataObject) -> None:
+    frames = [bytearray(frame) for frame in MsgpackEncoder().encode(outputs())]
+    frame = frames[data.draw(st.integers(0, len(frames) - 1))]
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    codec = seam.Codec()
+    with contextlib.suppress(BadMessage):  # the only exception that may come out
+        codec.items(codec.decode(frames))
+
+
+@pytest.mark.parametrize("drop", [0, 1])
+def test_a_missing_frame_is_a_bad_message(drop: int) -> None:
+    frames = list(MsgpackEncoder().encode(outputs()))
+    assert len(frames) == 3
+    with pytest.raises(BadMessage):
+        seam.Codec().decode(frames[drop + 1 :] if drop == 0 else frames[:1])
