@@ -24,7 +24,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from belayer.errors import CheckpointIncomplete, CheckpointRefused, HostUnfit
+from belayer.clock import monotonic
+from belayer.errors import CheckpointIncomplete, CheckpointRefused, HostUnfit, SandboxLost
 from envkeeper import pbuf
 
 OLDEST = (4, 2)  # 4.1 fails on any inet socket on kernels >= 6.16, although its own check passes
@@ -39,6 +40,8 @@ _GHOST_LIMIT = 1 << 30  # bytes of a deleted but open file that may go into the 
 RESTORE_CONFIG = (
     "tcp-established\nfile-locks\nlink-remap\nghost-limit 1073741824\nmanage-cgroups=ignore\nnetwork-lock skip\n"
 )
+
+_GLANCE_S = 0.2  # how often a silent dump is looked at
 
 Callback = Callable[[], None]
 
@@ -120,7 +123,7 @@ class Criu:
                 child = self._spawn(plan.pid, theirs)
                 theirs.close()  # so that a dead CRIU is an end of file here
                 try:
-                    ours.settimeout(plan.timeout_s)
+                    ours.settimeout(_GLANCE_S)
                     ours.send(_dump_request(plan, images))
                     self._converse(ours, plan, {"pre-dump": on_pre_dump, "post-dump": on_post_dump})
                 finally:
@@ -143,29 +146,64 @@ class Criu:
     @staticmethod
     def _converse(sock: socket.socket, plan: DumpPlan, callbacks: Mapping[str, Callback]) -> None:
         while True:
-            try:
-                data = sock.recv(1 << 16)
-            except TimeoutError as why:
-                raise CheckpointIncomplete(
-                    f"CRIU said nothing for {plan.timeout_s:g} s", kept="the previous checkpoint"
-                ) from why
+            data = _next(sock, plan)
             if not data:
                 raise CheckpointIncomplete("CRIU ended in the middle of a dump" + first_error(plan.images))
-            reply = pbuf.decode(data)
+            reply, script = _read(data)
             if reply[1] != [_NOTIFY]:
                 break
-            script = pbuf.decode(_bytes(reply[5][0])).get(1, [b""])[0]
-            run = callbacks.get(_bytes(script).decode())
+            run = callbacks.get(script)
             if run is not None:
                 run()
             sock.send(pbuf.encode([(1, _NOTIFY), (3, True)]))
         if reply[2] != [1]:
-            why_not = first_error(plan.images)
-            said = b"".join(_bytes(part) for part in reply.get(9, [])).decode(errors="replace")
-            raise CheckpointRefused(
-                f"CRIU cannot dump this sandbox{why_not or ': ' + (said or 'no reason given')}",
-                kept="the sandbox runs on and the previous checkpoint stays READY",
-            )
+            raise _why_failed(plan, b"".join(_bytes(part) for part in reply.get(9, [])).decode(errors="replace"))
+
+
+def _why_failed(plan: DumpPlan, said: str) -> CheckpointRefused | CheckpointIncomplete:
+    kept = "the sandbox runs on and the previous checkpoint stays READY"
+    why = first_error(plan.images) or ": " + (said or "no reason given")
+    free = os.statvfs(plan.images)
+    if "No space left" in why or free.f_bavail * free.f_frsize < 1 << 20:
+        return CheckpointIncomplete(
+            f"no space left for the dump{why}", kept=kept, remedy="free disk space below the checkpoint folder"
+        )
+    return CheckpointRefused(f"CRIU cannot dump this sandbox{why}", kept=kept)
+
+
+def _next(sock: socket.socket, plan: DumpPlan) -> bytes:
+    """CRIU's next message, b"" when it has ended. A sandbox that is killed while it is frozen dies only after the thaw,
+    and CRIU would wait for it for ever: so look for the pending SIGKILL now and then."""
+    end = monotonic() + plan.timeout_s
+    while True:
+        try:
+            return sock.recv(1 << 16)
+        except TimeoutError:
+            if _kill_pending(plan.pid):
+                raise SandboxLost(f"PID 1 (pid {plan.pid}) was killed while it was frozen") from None
+            if monotonic() > end:
+                raise CheckpointIncomplete(
+                    f"CRIU said nothing for {plan.timeout_s:g} s", kept="the previous checkpoint"
+                ) from None
+
+
+def _kill_pending(pid: int) -> bool:
+    try:
+        rows = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    masks = [int(row.split()[1], 16) for row in rows if row.startswith(("SigPnd:", "ShdPnd:"))]
+    return any(mask & 1 << signal.SIGKILL - 1 for mask in masks)
+
+
+def _read(data: bytes) -> tuple[dict[int, list[int | bytes]], str]:
+    """An answer, and the name of the script when it is a notification."""
+    try:
+        reply = pbuf.decode(data)
+        notice = pbuf.decode(_bytes(reply[5][0])) if 5 in reply else {}
+        return reply, _bytes(notice.get(1, [b""])[0]).decode()
+    except (pbuf.PbufError, UnicodeDecodeError) as why:
+        raise CheckpointIncomplete(f"CRIU answered something that is no message: {why}") from why
 
 
 def _bytes(value: int | bytes) -> bytes:
@@ -213,7 +251,8 @@ def first_error(folder: Path, name: str = "dump.log") -> str:
         text = (folder / name).read_text(errors="replace")
     except FileNotFoundError:
         return ""
-    line = next((row for row in text.splitlines() if "Error" in row), "")
+    # Raising its own descriptor limit is the first thing CRIU fails at without CAP_SYS_RESOURCE, and harmless.
+    line = next((row for row in text.splitlines() if "Error" in row and "RLIMIT_NOFILE" not in row), "")
     return ": " + re.sub(r"^\(\s*[\d.]+\)\s*", "", line).strip() if line else ""
 
 

@@ -66,7 +66,7 @@ def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
         restore.fence(pidfd, freezer.of_process(life.pid))
     finally:
         os.close(pidfd)
-    restorer = restore.Restorer(engine, paths.state / "restores", found.search)
+    restorer = restore.Restorer(engine, paths.checkpoints / ".restores", found.search)
     watch.lap()
     back = restorer.run(manifest, store, "doctor.2", config.restore_timeout_s, lambda _: None)
     took = watch.lap()

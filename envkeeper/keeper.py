@@ -75,7 +75,7 @@ class Keeper:
         self.config, self.paths, self.host, self.log = config, paths, host, log
         self.boxes: dict[str, Box] = {}
         self.records = Records(paths.state / "sandboxes")
-        self.restorer = restore.Restorer(host.engine, paths.state / "restores", host.search)
+        self.restorer = restore.Restorer(host.engine, paths.checkpoints / ".restores", host.search)
         self._checkpointer = Checkpointer(host.criu, host.versions, config.checkpoint_timeout_s)
         self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="env")
         self._chores: set[asyncio.Future[None]] = set()

@@ -68,7 +68,8 @@ def fence(pidfd: int, group: Freezer | None, deadline_s: float = 10.0) -> None:
 
 
 class Restorer:
-    """Brings checkpoints back on one host. ``work``: a folder on the store's file system for image links and logs."""
+    """Brings checkpoints back on one host. ``work``: a folder on the store's file system (images are hard-linked from
+    it) for image links and logs."""
 
     def __init__(self, engine: Engine, work: Path, search: str) -> None:
         self._engine, self._work, self._search = engine, work, search
