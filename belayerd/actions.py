@@ -19,6 +19,7 @@ from belayer.messages.worker import (
     OracleReply,
     TakeArena,
     Unpark,
+    WorkerState,
     WorkerStatus,
     WorkerStatusReply,
 )
@@ -159,6 +160,9 @@ class Actions:
 
     async def _become(self, target: Target) -> str:
         assert target.link is not None
+        status = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
+        if status.state is WorkerState.MAIN and status.generation == target.generation:
+            return "main before"  # a belayerd that was killed here had already told it
         return (await target.link.call(BecomeMain(generation=target.generation), Done, self._step_s)).detail
 
     async def _register(self, target: Target) -> str:

@@ -167,32 +167,25 @@ def _begin(pair: Pair, cause: Cause, detail: str, incident_id: str, now: float) 
     return _set(pair, main=None, running=running)
 
 
-def _lost_protected(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """With a ready shadow: the handover proper; a lost shadow is only replaced."""
-    assert isinstance(event, WorkerLost)
-    if pair.shadow is not None and event.worker_id == pair.shadow.worker_id:
-        return _shadow_lost(pair, event, now, limits)
-    if pair.main is None or event.worker_id != pair.main.worker_id:
-        return pair, []
-    if policy.is_repeat(pair.last_failover, now, limits):
-        return _repeat(pair, event, now)
-    begun = _set(_begin(pair, event.cause, event.detail, event.incident_id, now), state=State.HANDOVER)
-    after, effects = _perform(begun)
-    assert after.running is not None
-    return after, [*effects, Record(running=after.running, outcome="open")]
+def _main_lost(to: State) -> Rule:
+    """HANDOVER with a ready shadow. FENCING without one (degraded path): unregister and fence now, promote when one
+    is ready. A lost shadow is only replaced."""
+
+    def rule(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
+        assert isinstance(event, WorkerLost)
+        if pair.shadow is not None and event.worker_id == pair.shadow.worker_id:
+            return _shadow_lost(pair, event, now, limits)
+        if pair.main is None or event.worker_id != pair.main.worker_id:
+            return pair, []
+        if policy.is_repeat(pair.last_failover, now, limits):
+            return _repeat(pair, event, now)
+        return _begin_and_perform(_begin(pair, event.cause, event.detail, event.incident_id, now), to)
+
+    return rule
 
 
-def _lost_unprotected(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """Main lost while no shadow is ready (degraded path): unregister and fence now, promote when one is."""
-    assert isinstance(event, WorkerLost)
-    if pair.shadow is not None and event.worker_id == pair.shadow.worker_id:
-        return _shadow_lost(pair, event, now, limits)
-    if pair.main is None or event.worker_id != pair.main.worker_id:
-        return pair, []
-    if policy.is_repeat(pair.last_failover, now, limits):
-        return _repeat(pair, event, now)
-    begun = _set(_begin(pair, event.cause, event.detail, event.incident_id, now), state=State.FENCING)
-    after, effects = _perform(begun)
+def _begin_and_perform(begun: Pair, to: State) -> Out:
+    after, effects = _perform(_set(begun, state=to))
     assert after.running is not None
     return after, [*effects, Record(running=after.running, outcome="open")]
 
@@ -332,10 +325,7 @@ def _retry(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
 def _asked(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
     """A planned handover is the same path; the old main is fenced like a dead one."""
     assert isinstance(event, HandoverAsked)
-    begun = _set(_begin(pair, Cause.OPERATOR, event.reason, event.incident_id, now), state=State.HANDOVER)
-    after, effects = _perform(begun)
-    assert after.running is not None
-    return after, [*effects, Record(running=after.running, outcome="open")]
+    return _begin_and_perform(_begin(pair, Cause.OPERATOR, event.reason, event.incident_id, now), State.HANDOVER)
 
 
 def _still_quarantined(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
@@ -410,7 +400,7 @@ _row(S.EXPOSED, Wanted, _rearm, S.REARMING)
 _row(S.EXPOSED, Spawned, _spawned_unwanted)
 _row(S.EXPOSED, SpawnFailed, _ignore)
 _row(S.EXPOSED, StandbyReady, _ignore)
-_row(S.EXPOSED, WorkerLost, _lost_unprotected, S.EXPOSED, S.FENCING, S.QUARANTINED)
+_row(S.EXPOSED, WorkerLost, _main_lost(S.FENCING), S.EXPOSED, S.FENCING, S.QUARANTINED)
 _row(S.EXPOSED, HandoverAsked, _refuse)
 _row(S.EXPOSED, RestoreAsked, _rearm, S.REARMING)
 _row(S.EXPOSED, BackoffOver, _rearm, S.REARMING)
@@ -419,7 +409,7 @@ _row(S.REARMING, Wanted, _again)
 _row(S.REARMING, Spawned, _spawned)
 _row(S.REARMING, SpawnFailed, _rearm_failed, S.REARMING, S.EXPOSED)
 _row(S.REARMING, StandbyReady, _shadow_ready, S.PROTECTED, S.REARMING)
-_row(S.REARMING, WorkerLost, _lost_unprotected, S.REARMING, S.EXPOSED, S.FENCING, S.QUARANTINED)
+_row(S.REARMING, WorkerLost, _main_lost(S.FENCING), S.REARMING, S.EXPOSED, S.FENCING, S.QUARANTINED)
 _row(S.REARMING, HandoverAsked, _refuse)
 _row(S.REARMING, RestoreAsked, _refuse)
 _row(S.REARMING, BackoffOver, _again)
@@ -428,7 +418,7 @@ _row(S.PROTECTED, Wanted, _ignore)
 _row(S.PROTECTED, Spawned, _spawned_unwanted)
 _row(S.PROTECTED, SpawnFailed, _ignore)
 _row(S.PROTECTED, StandbyReady, _ignore)
-_row(S.PROTECTED, WorkerLost, _lost_protected, S.PROTECTED, S.REARMING, S.EXPOSED, S.HANDOVER, S.QUARANTINED)
+_row(S.PROTECTED, WorkerLost, _main_lost(S.HANDOVER), S.PROTECTED, S.REARMING, S.EXPOSED, S.HANDOVER, S.QUARANTINED)
 _row(S.PROTECTED, HandoverAsked, _asked, S.HANDOVER)
 _row(S.PROTECTED, RestoreAsked, _refuse)
 _row(S.PROTECTED, BackoffOver, _ignore)

@@ -18,15 +18,17 @@ from typing import Any
 
 import pytest
 
-from belayer import procs
+from belayer import procs, statefile
 from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
 from belayer.messages.control import HostStatusReply, SlotView
+from belayerd.pair import Pair
 from tests.support.streams import Seen, Stream, chat, completion, tokens_in
 from tests.support.wait import eventually
 
 pytestmark = pytest.mark.engine
 
 MODEL = Path(__file__).parents[2] / ".cache/models/SmolLM2-135M-Instruct"
+LOGS = Path(__file__).parents[2] / ".cache/logs/test_host"
 WINDOW_S = 2.0
 EXTRA = f"[policy]\nrepeat_window_s = {WINDOW_S}\n[envkeeper]\nenabled = false\n"
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,6 +48,7 @@ def host() -> Iterator[LocalHost]:
         yield host
     finally:
         host.stop()
+        shutil.copytree(host.paths.state / "log", LOGS, dirs_exist_ok=True)
         shutil.rmtree(root)
 
 
@@ -184,6 +187,30 @@ def test_belayerd_is_killed_and_re_adopts(host: LocalHost, truth: dict[str, Any]
     assert slot(after, "slot0").generation == slot(before, "slot0").generation
     assert slot(after, "slot1").generation == slot(before, "slot1").generation + 1
     assert facts(start(host, "completion").result()) == truth["completion"]
+
+
+@pytest.mark.parametrize("done", [1, 3, 5, 8, 9])
+def test_belayerd_is_killed_inside_a_handover(host: LocalHost, truth: dict[str, Any], done: int) -> None:
+    """Killed when ``done`` actions of the handover are on file: the next belayerd finishes it, with one main, and the
+    stream ends as if nothing had happened (O1)."""
+    before = host.until_protected()
+    stream = Stream(before.router_url, *BODIES["chat"])
+    stream.start()
+    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
+    name = busy_slots(host)[0]
+    os.kill(main_pid(host, name), signal.SIGKILL)
+
+    def far_enough() -> bool:
+        saved = statefile.load(host.paths.slot_state(name), Pair)
+        return saved.running is not None and saved.running.done >= done
+
+    eventually(far_enough, within=30, what=f"{done} actions done", every=0.0005)
+    host.kill9("belayerd")
+    host.spawn("belayerd")
+    after = host.until_protected()
+    assert slot(after, name).generation == slot(before, name).generation + 1
+    assert pids(after, name)[0] == pids(before, name)[1], "the shadow of before is the main now"
+    assert facts(stream.result(120)) == truth["chat"]
 
 
 def main_pid_of(status: HostStatusReply, name: str) -> int:
