@@ -138,6 +138,8 @@ def utility_failed(message: str) -> Exception:
     return error
 
 
+_MAX_TOKEN = 1 << 31
+
 # msgspec: not MessagePack, or another shape; the rest: what vLLM's array hooks raise on a bad dtype or buffer.
 _UNREADABLE = (
     msgspec.MsgspecError,
@@ -169,14 +171,15 @@ class Codec:
             raise BadMessage(f"not the outputs of an engine step: {why}") from why
 
     def items(self, outputs: Any) -> tuple[ev.Item, ...]:
-        return tuple(
-            ev.Item(
-                row.request_id,
-                tuple(row.new_token_ids),
-                "" if row.finish_reason is None else str(row.finish_reason),
-            )
-            for row in outputs.outputs
-        )
+        """Raises BadMessage for token ids that no vocabulary has: vLLM's detokeniser would break on them, and with
+        it every request."""
+        rows = []
+        for row in outputs.outputs:
+            tokens = tuple(row.new_token_ids)
+            if not all(0 <= token < _MAX_TOKEN for token in tokens):
+                raise BadMessage(f"request {row.request_id} got token ids {tokens[:4]}")
+            rows.append(ev.Item(row.request_id, tokens, "" if row.finish_reason is None else str(row.finish_reason)))
+        return tuple(rows)
 
     def keep(self, outputs: Any, kept: Sequence[tuple[int, bool]]) -> None:
         rows = []

@@ -73,6 +73,15 @@ def test_outputs_become_items_and_only_what_is_kept_stays() -> None:
     assert decoded.outputs[0].new_logprobs.logprobs.shape == (1, 90)
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 40])
+def test_a_token_that_no_vocabulary_has_is_a_bad_message(token: int) -> None:
+    frames = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[EngineCoreOutput("a", [token])]))
+    codec = seam.Codec()
+    decoded = codec.decode(frames)
+    with pytest.raises(BadMessage):
+        codec.items(decoded)
+
+
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
 @settings(max_examples=300, deadline=None)
 def test_garbage_is_a_bad_message(frames: list[bytes]) -> None:
