@@ -78,10 +78,13 @@ class Freezer:
 
 
 def of_process(pid: int) -> Freezer:
-    """The freezer of the group that ``pid`` is in. Raises HostUnfit when the host has none mounted."""
+    """The freezer of the group that ``pid`` is in. Raises HostUnfit when the host has none mounted, FileNotFoundError
+    when ``pid`` has ended: a zombie is listed in the root group (cgroup v1), which holds every process of the host."""
     rows = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
     for _, controllers, path in rows:
         if "freezer" in controllers.split(","):
+            if path == "/":
+                raise FileNotFoundError(f"process {pid} is in no control group of its own")
             return Freezer(Path("/sys/fs/cgroup/freezer") / path.lstrip("/"), v2=False)
     for number, controllers, path in rows:
         folder = Path("/sys/fs/cgroup") / path.lstrip("/")
