@@ -83,7 +83,7 @@ def test_a_token_that_no_vocabulary_has_is_a_bad_message(token: int) -> None:
 
 
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_garbage_is_a_bad_message(frames: list[bytes]) -> None:
     codec = seam.Codec()
     with contextlib.suppress(BadMessage):  # the only exception that may come out
@@ -91,7 +91,7 @@ def test_garbage_is_a_bad_message(frames: list[bytes]) -> None:
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_a_damaged_message_is_a_bad_message_or_still_one(data: st.DataObject) -> None:
     frames = [bytearray(frame) for frame in MsgpackEncoder().encode(outputs())]
     frame = frames[data.draw(st.integers(0, len(frames) - 1))]

@@ -104,6 +104,26 @@ def test_a_second_router_is_refused_and_sigterm_ends_streams_with_an_error(root:
         host.stop()
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_router_stopped_while_it_starts_leaves_nothing(root: Path) -> None:
+    port = free_port()
+    Paths(root).config.write_text(config_text(port, ["s0"]))
+    process, log = spawn_router(root)
+    try:
+        eventually(lambda: listens(port), within=60, what="the port is taken: it goes on to import vLLM")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(90) == 0
+    finally:
+        process.kill()
+        log.close()
+    assert not Paths(root).router_sock.exists()
+    assert "Traceback" not in (root / "router.log").read_text()
+
+
 def test_sigkill_and_return(root: Path) -> None:
     """The journal is whole, the port and the lock are free, another instance takes the same workers."""
     host = RouterHost.start(root, ["s0"], "journal_every = 4")
