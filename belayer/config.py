@@ -183,6 +183,8 @@ def _problems(config: Config) -> Any:
                 f"{where}.device",
                 f"{slot.device!r} is not supported by backend {config.gpuowner.backend!r}",
             )
+        if slot.device == "cpu" and slot.block_size % 32:
+            yield f"{where}.block_size", "must be a multiple of 32: the CPU engine's attention has no other blocks"
         if slot.hang_limit_s < 10 * config.policy.poll_s:
             yield (
                 f"{where}.hang_limit_s",

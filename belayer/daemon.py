@@ -94,7 +94,9 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BelayerError:
 
 def say(error: BelayerError) -> int:
     """One sentence on stderr; the exit code of design.md section 5."""
-    print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
+    program = Path(sys.argv[0])
+    name = program.parent.name if program.stem == "__main__" else program.stem
+    print(f"{name}: {error}", file=sys.stderr)
     return EXIT_CONFIG if isinstance(error, ConfigInvalid | HostUnfit) else EXIT_REFUSED
 
 

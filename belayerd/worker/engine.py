@@ -27,6 +27,7 @@ from belayer.messages.common import Done, Ping, Pong
 from belayer.rpc import to_reply
 from belayerd.worker.adapter.core import Core
 from belayerd.worker.heart import EVERY_S, Heart
+from belayerd.worker.priority import come_back
 from belayerd.worker.standby import same_oracle, take_oracle
 from gpuowner.attach import ArenaView, WeightsView
 
@@ -207,6 +208,7 @@ class Engine:
         raise Refused(f"{type(message).__name__} is not handled by a worker")
 
     def _take_arena(self, epoch: int) -> Done:
+        come_back()
         if self._arena.epoch >= 0:
             raise Refused(f"this worker already holds the lease of epoch {self._arena.epoch}")
         ms = self._arena.promote(epoch)

@@ -22,6 +22,7 @@ from belayerd.worker.adapter import seat, weights
 from belayerd.worker.adapter.core import Core, engine_args
 from belayerd.worker.engine import Engine, Line, Outbox, Standing
 from belayerd.worker.heart import Heart
+from belayerd.worker.priority import step_aside
 from belayerd.worker.standby import take_oracle, warm_up
 from gpuowner.attach import ArenaView, OwnerClient, WeightsView
 
@@ -36,6 +37,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     own_tmp(paths, worker_id)
     heart = Heart(Beat(paths.heartbeat(worker_id)), slot.hang_limit_s)
     heart.announce("loading", slot.start_deadline_s)
+    step_aside()
     standing, watch = Standing(worker_id=worker_id, slot=slot_name), Stopwatch()
 
     def lap(name: str) -> None:
