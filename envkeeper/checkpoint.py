@@ -1,9 +1,9 @@
 """full_checkpoint: file system and processes at one frozen point of an action boundary (paper, section 5; promise E1).
 
-Order, and why: a fresh nonce goes into the agent's memory (the proof must belong to *this* checkpoint) -> the upper
-layer is synced (a reflink writes dirty pages first; that must not happen frozen) -> CRIU is started -> [ freeze ->
-preflight -> dump and copy side by side -> thaw ] -> hash, sync, publish. No action is in flight and no connection of
-ours is open: the caller holds the sandbox's gate.
+Order, and why: a fresh nonce goes into the agent's memory (the proof must belong to *this* checkpoint) -> where
+reflinks are used, the upper layer is synced (a reflink writes dirty pages first; that must not happen frozen) -> CRIU
+is started -> [ freeze -> preflight -> dump and copy side by side -> thaw ] -> hash, sync, publish. No action is in
+flight and no connection of ours is open until the thaw: the caller holds the sandbox's gate.
 """
 
 from __future__ import annotations
@@ -109,8 +109,16 @@ class Checkpointer:
     """Makes checkpoints on one host; at most ``at_once`` sandboxes are frozen at the same time, since more only
     lengthens everyone's freeze."""
 
-    def __init__(self, criu: Criu, versions: dict[str, str], timeout_s: float, at_once: int | None = None) -> None:
-        self._criu, self._versions, self._timeout_s = criu, versions, timeout_s
+    def __init__(
+        self,
+        criu: Criu,
+        versions: dict[str, str],
+        timeout_s: float,
+        *,
+        reflink: bool = False,
+        at_once: int | None = None,
+    ) -> None:
+        self._criu, self._versions, self._timeout_s, self._reflink = criu, versions, timeout_s, reflink
         self._queue = threading.BoundedSemaphore(at_once or os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(thread_name_prefix="upper")
 
@@ -124,7 +132,8 @@ class Checkpointer:
         nonce = secrets.token_bytes(32)
         with _nothing_left(subject, store, store.begin(subject.boundary)) as folder:
             link.set_nonce(nonce)
-            sync_filesystem(subject.life.upper)
+            if self._reflink:  # a clone writes dirty pages out first: not while frozen. A copy reads them from memory.
+                sync_filesystem(subject.life.upper)
             phases["sync_upper"] = watch.lap()
             with self._queue:
                 phases["queue"] = watch.lap()

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from belayer.clock import monotonic
-from belayer.errors import CheckpointIncomplete, CheckpointRefused, HostUnfit, SandboxLost
+from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, HostUnfit, SandboxLost
 from envkeeper import pbuf
 
 OLDEST = (4, 2)  # 4.1 fails on any inet socket on kernels >= 6.16, although its own check passes
@@ -148,6 +148,8 @@ class Criu:
         while True:
             data = _next(sock, plan)
             if not data:
+                if _kill_pending(plan.pid):
+                    raise SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
                 raise CheckpointIncomplete("CRIU ended in the middle of a dump" + first_error(plan.images))
             reply, script = _read(data)
             if reply[1] != [_NOTIFY]:
@@ -160,7 +162,9 @@ class Criu:
             raise _why_failed(plan, b"".join(_bytes(part) for part in reply.get(9, [])).decode(errors="replace"))
 
 
-def _why_failed(plan: DumpPlan, said: str) -> CheckpointRefused | CheckpointIncomplete:
+def _why_failed(plan: DumpPlan, said: str) -> BelayerError:
+    if _kill_pending(plan.pid):  # its complaint is then about a process that goes away under its hands
+        return SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
     kept = "the sandbox runs on and the previous checkpoint stays READY"
     why = first_error(plan.images) or ": " + (said or "no reason given")
     free = os.statvfs(plan.images)
@@ -191,6 +195,8 @@ def _kill_pending(pid: int) -> bool:
     try:
         rows = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
+        return True
+    if any(row.startswith(("State:\tZ", "State:\tX")) for row in rows):
         return True
     masks = [int(row.split()[1], 16) for row in rows if row.startswith(("SigPnd:", "ShdPnd:"))]
     return any(mask & 1 << signal.SIGKILL - 1 for mask in masks)

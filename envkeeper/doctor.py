@@ -6,7 +6,6 @@ CRIU's own check passes on hosts where every dump of a socket fails, so versions
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -32,7 +31,8 @@ def examine(config: Envkeeper, prefix: Path = host.PREFIX) -> list[str]:
         paths = Paths(folder).make()
         found = host.inspect(config, paths, prefix)
         lines = [f"{name}: {value}" for name, value in sorted(found.versions.items())]
-        lines.append(f"reflink: {'yes' if _reflink(found) else 'no (large files are copied while frozen)'}")
+        reflink = upper.shares_blocks(Path(found.versions["data_root"]), paths.state)
+        lines.append(f"reflink: {'yes' if reflink else 'no (large files are copied while frozen)'}")
         try:
             lines += _round_trip(config, paths, found)
         except BelayerError as why:
@@ -81,13 +81,3 @@ def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
         f"frozen: {manifest.frozen_ms:.0f} ms",
         f"restore: {took:.0f} ms, proven by {back.proof}",
     ]
-
-
-def _reflink(found: host.Host) -> bool:
-    probe = Path(tempfile.mkdtemp(prefix="belayer-reflink-", dir=found.versions["data_root"]))
-    try:
-        (probe / "a").write_bytes(bytes(8192))
-        with (probe / "a").open("rb") as source, (probe / "b").open("wb") as target:
-            return upper.clone_range(source.fileno(), 0, 8192, target.fileno(), 0)
-    finally:
-        shutil.rmtree(probe)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -41,7 +42,7 @@ from belayer.messages.sandbox import (
 )
 from belayer.paths import Paths
 from belayer.procs import boot_id, start_time
-from envkeeper import freezer, restore
+from envkeeper import freezer, restore, upper
 from envkeeper.agentlink import MAX_COMMAND, ActionResult, AgentError, AgentLink, open_pidfd
 from envkeeper.checkpoint import Checkpointer, Draft, Subject
 from envkeeper.core import Event, Go, Refuse, State, decide
@@ -76,7 +77,9 @@ class Keeper:
         self.boxes: dict[str, Box] = {}
         self.records = Records(paths.state / "sandboxes")
         self.restorer = restore.Restorer(host.engine, paths.checkpoints / ".restores", host.search)
-        self._checkpointer = Checkpointer(host.criu, host.versions, config.checkpoint_timeout_s)
+        paths.checkpoints.mkdir(mode=0o700, exist_ok=True)
+        reflink = upper.shares_blocks(Path(host.versions["data_root"]), paths.checkpoints)
+        self._checkpointer = Checkpointer(host.criu, host.versions, config.checkpoint_timeout_s, reflink=reflink)
         self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="env")
         self._chores: set[asyncio.Future[None]] = set()
 
@@ -166,8 +169,9 @@ class Keeper:
         try:
             draft = await self.thread(self._checkpointer.capture, subject, link, box.store)
         except BelayerError as why:
-            self.go(box, Event.CAPTURE_FAILED, str(why))
+            self.go(box, Event.DIED if isinstance(why, SandboxLost) else Event.CAPTURE_FAILED, str(why))
             if box.record.state is State.LOST:
+                self._save(box, durable=True)
                 raise SandboxLost(f"the sandbox died during a checkpoint: {why.message}") from why
             raise
         self.go(box, Event.CAPTURED, f"frozen {draft.frozen_ms:.0f} ms")

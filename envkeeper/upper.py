@@ -19,6 +19,7 @@ import fcntl
 import os
 import stat
 import struct
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -239,6 +240,14 @@ def clone_range(source: int, start: int, size: int, target: int, at: int) -> boo
             return False
         raise
     return True
+
+
+def shares_blocks(source: Path, target: Path) -> bool:
+    """True when files below the folder ``source`` can be cloned to ``target`` (reflinks). Leaves nothing behind."""
+    with tempfile.TemporaryFile(dir=source) as here, tempfile.TemporaryFile(dir=target) as there:
+        here.write(bytes(2 * _BLOCK))
+        here.flush()
+        return clone_range(here.fileno(), 0, 2 * _BLOCK, there.fileno(), 0)
 
 
 def _data_stretches(fd: int, size: int) -> list[tuple[int, int]]:
