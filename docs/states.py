@@ -73,8 +73,8 @@ def boxes() -> str:
     for state, row in sandbox.TABLE.items():
         for event, decision in row.items():
             if isinstance(decision, sandbox.Go):
-                arrows.append((state, decision.to, event))
-                rows.append([state, event, decision.to, ", ".join(decision.effects)])
+                arrows.append((state, decision.state, event))
+                rows.append([state, event, decision.state, ", ".join(decision.effects)])
     return f"{diagram(arrows)}\n\n{table(['state', 'event', 'to', 'effects, in order'], rows)}"
 
 
