@@ -122,9 +122,7 @@ class Sandbox:
         return self._client.call(InjectSandboxFault(sandbox_id=self.sandbox_id), FaultProof)
 
     def destroy(self, *, keep_checkpoints: bool = False) -> None:
-        self._client.call(
-            DestroySandbox(sandbox_id=self.sandbox_id, keep_checkpoints=keep_checkpoints), Done, _LONG_S
-        )
+        self._client.call(DestroySandbox(sandbox_id=self.sandbox_id, keep_checkpoints=keep_checkpoints), Done, _LONG_S)
         self._client.close()
 
     def close(self) -> None:
