@@ -26,6 +26,7 @@ from belayer.messages.common import ErrorReply
 Handler = Callable[[Any], Awaitable[msgspec.Struct]]
 R = TypeVar("R", bound=msgspec.Struct)
 
+_GLANCE_S = 1.0  # how often a long wait looks whether its daemon still lives
 _HWM = 10_000  # messages; finite, so that a stuck peer cannot eat the daemon's memory
 
 
@@ -158,16 +159,27 @@ class SyncClient:
         self._socket.connect(f"ipc://{path}")
         self._next = 0
 
-    def call(self, message: msgspec.Struct, reply: type[R], timeout: float = 10.0) -> R:
-        """As Client.call."""
+    def call(
+        self,
+        message: msgspec.Struct,
+        reply: type[R],
+        timeout: float = 10.0,
+        same_life: Callable[[], bool] | None = None,
+    ) -> R:
+        """As Client.call. ``same_life``, asked while the answer is long in coming, ends the wait when it says that the
+        daemon that took the call is no more: nobody will answer it."""
         deadline = monotonic() + timeout
         self._next += 1
         call = self._next.to_bytes(8, "little")
         if self._socket.poll(int(timeout * 1000), zmq.POLLOUT):
             self._socket.send_multipart([call, wire.encode(message)])
-            # Late answers of earlier, timed-out calls carry their own call id and are passed over.
-            while self._socket.poll(max(0, int((deadline - monotonic()) * 1000))):
+            while (left := deadline - monotonic()) > 0:
+                if not self._socket.poll(int(min(left, _GLANCE_S) * 1000) + 1):
+                    if same_life is not None and not same_life():
+                        raise DaemonUnreachable(f"the daemon at {self._path} ended before it answered")
+                    continue
                 frames = self._socket.recv_multipart()
+                # Late answers of earlier, timed-out calls carry their own call id and are passed over.
                 if len(frames) == 2 and frames[0] == call:
                     return decode_reply(frames[1], reply)
         raise DaemonUnreachable(

@@ -12,9 +12,10 @@ Blocking; one instance per thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Self
 
-from belayer.errors import DaemonUnreachable
+from belayer.errors import DaemonUnreachable, SandboxLost
 from belayer.messages.common import Done, FaultProof
 from belayer.messages.sandbox import (
     CheckpointInfo,
@@ -43,8 +44,8 @@ _LONG_S = 300.0
 class Sandbox:
     """One sandbox at its boundary. ``info`` is what envkeeper last said about it."""
 
-    def __init__(self, client: SyncClient, info: SandboxInfo) -> None:
-        self._client = client
+    def __init__(self, client: SyncClient, info: SandboxInfo, sock: Path) -> None:
+        self._client, self._sock = client, sock
         self.sandbox_id, self.incarnation, self.boundary = info.sandbox_id, info.incarnation, info.boundary
         self.info = info
 
@@ -61,20 +62,20 @@ class Sandbox:
         paths: Paths | None = None,
     ) -> Self:
         """A fresh sandbox; "" and 0 mean what the configuration says. Raises HostUnfit, Refused."""
-        client = _connect(paths)
+        client, sock = _connect(paths)
         ask = CreateSandbox(image=image, name=name, memory_mb=memory_mb, cpus=cpus, pids=pids, env=env or {})
-        return cls(client, client.call(ask, SandboxInfo, _LONG_S))
+        return cls(client, client.call(ask, SandboxInfo, _LONG_S), sock)
 
     @classmethod
     def attach(cls, sandbox_id: str, *, paths: Paths | None = None) -> Self:
         """A sandbox that exists, at the boundary it is at. Raises DaemonUnreachable, SandboxUnknown."""
-        client = _connect(paths)
+        client, sock = _connect(paths)
         listed = client.call(ListSandboxes(), SandboxList)
         found = next((row for row in listed.sandboxes if row.sandbox_id == sandbox_id), None)
         if found is None:
             client.call(ListCheckpoints(sandbox_id=sandbox_id), CheckpointList)  # raises SandboxUnknown
             raise DaemonUnreachable(f"sandbox {sandbox_id} vanished while it was being looked up")
-        return cls(client, found)
+        return cls(client, found, sock)
 
     def exec(self, command: str, *, context: Sequence[Any] = (), timeout_s: float = 0.0) -> Observation:
         """Run one action in the sandbox's shell. ``context``: the messages that led to it (L_k). Raises SandboxLost
@@ -87,7 +88,18 @@ class Sandbox:
             timeout_s=timeout_s,
             context_digest=context_digest(context),
         )
-        seen = self._client.call(ask, Observation, (timeout_s or _LONG_S) + _SLACK_S)
+        instance = self._instance()
+        try:
+            seen = self._client.call(
+                ask, Observation, (timeout_s or _LONG_S) + _SLACK_S, lambda: self._instance() in (instance, None)
+            )
+        except DaemonUnreachable as why:
+            if self._instance() in (instance, None):
+                raise
+            raise SandboxLost(
+                f"envkeeper was replaced while action {self.boundary + 1} ran: its observation was given to nobody",
+                remedy="restore, and generate again from that boundary",
+            ) from why
         self.boundary = seen.boundary
         return seen
 
@@ -125,13 +137,22 @@ class Sandbox:
         self._client.call(DestroySandbox(sandbox_id=self.sandbox_id, keep_checkpoints=keep_checkpoints), Done, _LONG_S)
         self._client.close()
 
+    def _instance(self) -> tuple[int, int] | None:
+        """Which life of envkeeper holds the socket, by its file (each life binds anew); None when none does (it may be
+        on its way back)."""
+        try:
+            seen = self._sock.stat()
+        except FileNotFoundError:
+            return None
+        return seen.st_ino, seen.st_ctime_ns
+
     def close(self) -> None:
         """Let go of the connection; the sandbox lives on."""
         self._client.close()
 
 
-def _connect(paths: Paths | None) -> SyncClient:
+def _connect(paths: Paths | None) -> tuple[SyncClient, Path]:
     sock = (paths or Paths()).envkeeper_sock
     if not sock.exists():
         raise DaemonUnreachable(f"no socket at {sock}", remedy="start envkeeper, or set BELAYER_ROOT")
-    return SyncClient(sock)
+    return SyncClient(sock), sock

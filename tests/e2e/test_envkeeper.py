@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from belayer.errors import BelayerError, ClaimTaken, DaemonUnreachable, Fenced, SandboxLost
-from belayer.messages.sandbox import ExecAction, Observation
-from belayer.rpc import call_sync
+from belayer.errors import BelayerError, ClaimTaken, Fenced, SandboxLost
 from belayer.sandbox import Sandbox
 from belayer.trajectory import context_digest
 from tests.support.envhost import EnvHost
@@ -221,12 +219,16 @@ def test_the_daemon_is_killed_in_the_middle_of_an_action(host: EnvHost, box: San
     box.exec("X=5")
     box.checkpoint()
 
+    told: list[BelayerError] = []
+
     def act() -> None:
-        ask = ExecAction(
-            sandbox_id=box.sandbox_id, incarnation=box.incarnation, boundary=box.boundary, command="sleep 1000"
-        )
-        with pytest.raises(DaemonUnreachable):
-            call_sync(host.paths.envkeeper_sock, ask, Observation, 5.0)
+        other = Sandbox.attach(box.sandbox_id, paths=host.paths)
+        try:
+            other.exec("sleep 1000")
+        except BelayerError as why:
+            told.append(why)
+        finally:
+            other.close()
 
     thread = threading.Thread(target=act)
     thread.start()
@@ -238,4 +240,5 @@ def test_the_daemon_is_killed_in_the_middle_of_an_action(host: EnvHost, box: San
         box.exec("true")
     assert box.restore()[0] == 1
     assert box.exec("echo $X").stdout == "5\n"
-    thread.join(60)
+    thread.join(20)
+    assert isinstance(told[0], SandboxLost), told  # within seconds, not at the end of the action's own limit
