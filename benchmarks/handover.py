@@ -4,6 +4,7 @@ Each repetition streams one seeded request with about 400 tokens of context, bre
 and reads on to the end. The clock starts when the signal is sent and ends at the first token that the new main made,
 as the client reads it over HTTP. A repetition counts only if its tokens equal those of the unfailed run.
 
+Two models: SmolLM2-135M, where re-reading the context dominates, and a tiny random one, where the mechanism does.
 Baselines of the same run: a cold restart of the leanest engine and of vLLM's own server, from exec to first token.
 """
 
@@ -26,6 +27,7 @@ from belayer.messages.control import Incident, IncidentList, InjectWorkerFault, 
 from belayer.rpc import call_sync
 from benchmarks.cold import engine_seconds, server_seconds
 from benchmarks.report import Report, parser
+from benchmarks.tiny import make as make_tiny
 
 MODEL = Path(__file__).parents[1] / ".cache/models/SmolLM2-135M-Instruct"
 HANG_LIMIT_S = 1.0
@@ -115,40 +117,59 @@ class Bench:
         return pause(seen, sent[0]), rows[0], status.slots[0].rearm_ms
 
 
-def main() -> int:
-    arguments = parser(__doc__ or "").parse_args()
-    times = 2 if arguments.quick else 12
-    report = Report("handover")
+@dataclass
+class Figures:
+    """Of one model: seconds to the next token by kind, re-arm seconds, milliseconds of each step after a kill."""
+
+    kill: list[float]
+    stop: list[float]
+    rearm: list[float]
+    steps: dict[str, list[float]]
+
+
+def measure(model: Path, times: int) -> Figures:
     root = Path(tempfile.mkdtemp(prefix="belayer-bench-"))
-    config = demo_config(MODEL, free_port(), slots=1, extra_slot=f"hang_limit_s = {HANG_LIMIT_S}", extra=EXTRA)
-    steps: dict[str, list[float]] = {}
-    measured: dict[str, list[float]] = {"kill": [], "stop": []}
-    rearm: list[float] = []
+    config = demo_config(model, free_port(), slots=1, extra_slot=f"hang_limit_s = {HANG_LIMIT_S}", extra=EXTRA)
+    out = Figures([], [], [], {})
     with LocalHost(root, config) as host:
         host.start(ROLLOUT)
         bench = Bench(host, host.until_protected().router_url, context=400, output=60)
-        for kind, into in measured.items():
+        for kind, into in (("kill", out.kill), ("stop", out.stop)):
             for turn in range(times):
                 watch = Stopwatch()
                 seconds, incident, rearm_ms = bench.once(kind)
                 into.append(seconds)
-                rearm.append(rearm_ms / 1e3)
-                for step in incident.steps if kind == "kill" else ():
-                    steps.setdefault(step.step, []).append(step.ms)
+                out.rearm.append(rearm_ms / 1e3)
                 if kind == "kill":
-                    steps.setdefault("all steps", []).append(incident.total_ms)
-                print(f"{kind} {turn + 1}/{times}: {seconds:.3f} s (turn {watch.ms() / 1e3:.0f} s)", file=sys.stderr)
+                    for step in incident.steps:
+                        out.steps.setdefault(step.step, []).append(step.ms)
+                    out.steps.setdefault("all steps", []).append(incident.total_ms)
+                print(
+                    f"{model.name} {kind} {turn + 1}/{times}: {seconds:.3f} s (turn {watch.ms() / 1e3:.0f} s)",
+                    file=sys.stderr,
+                )
     shutil.rmtree(root)
-    colds = [engine_seconds(MODEL) for _ in range(1 if arguments.quick else 3)]
-    servers = [server_seconds(MODEL) for _ in range(1 if arguments.quick else 2)]
-    report.add("kill_to_token", "s", measured["kill"], min(servers), "baseline: best cold_restart_vllm_server")
-    report.add("kill_to_token_vs_engine", "s", measured["kill"], min(colds), "baseline: best cold_restart_engine")
-    report.add("stop_to_token", "s", measured["stop"], min(servers), f"hang limit {HANG_LIMIT_S:g} s is part of it")
-    report.add("rearm", "s", rearm, None, "new shadow ready after the new main serves")
-    report.add("cold_restart_engine", "s", colds)
-    report.add("cold_restart_vllm_server", "s", servers)
-    for name, values in steps.items():
-        report.add(f"step: {name}", "ms", [max(value, 1e-3) for value in values])
+    return out
+
+
+def main() -> int:
+    arguments = parser(__doc__ or "").parse_args()
+    times = 2 if arguments.quick else 12
+    tiny = make_tiny(MODEL.parent / "tiny-qwen3", MODEL)
+    report = Report("handover")
+    for model, suffix in ((MODEL, ""), (tiny, "_tiny")):
+        figures = measure(model, times)
+        colds = [engine_seconds(model) for _ in range(1 if arguments.quick else 3)]
+        servers = [server_seconds(model) for _ in range(1 if arguments.quick else 2)]
+        server, engine = min(servers), min(colds)
+        report.add(f"kill_to_token{suffix}", "s", figures.kill, server, "baseline: best cold_restart_vllm_server")
+        report.add(f"kill_to_token{suffix}_vs_engine", "s", figures.kill, engine, "baseline: best cold_restart_engine")
+        report.add(f"stop_to_token{suffix}", "s", figures.stop, server, f"hang limit {HANG_LIMIT_S:g} s included")
+        report.add(f"rearm{suffix}", "s", figures.rearm, None, "new main serves -> new shadow ready")
+        report.add(f"cold_restart_engine{suffix}", "s", colds)
+        report.add(f"cold_restart_vllm_server{suffix}", "s", servers)
+        for name, values in figures.steps.items():
+            report.add(f"step{suffix}: {name}", "ms", [max(value, 1e-3) for value in values])
     report.write(arguments)
     return 0
 
