@@ -177,7 +177,8 @@ class Store:
 
     def verify(self, manifest: Manifest) -> None:
         """Every file as it was hashed: none missing, none more, none changed. Raises RestoreFailed naming one."""
-        found = hash_tree(self._done / manifest.checkpoint_id)
+        # Half of the cores: this runs beside the restore, which needs the others.
+        found = hash_tree(self._done / manifest.checkpoint_id, max(1, (os.cpu_count() or 1) // 2))
         found.pop(MANIFEST, None)
         for name in sorted(found.keys() | manifest.files.keys()):
             if found.get(name) != manifest.files.get(name):
@@ -221,13 +222,13 @@ class Store:
         shutil.rmtree(self.home, ignore_errors=True)
 
 
-def hash_tree(folder: Path) -> dict[str, FileDigest]:
-    """sha256 of every regular file below ``folder`` by relative name; the large ones side by side in threads."""
+def hash_tree(folder: Path, at_once: int = os.cpu_count() or 1) -> dict[str, FileDigest]:
+    """sha256 of every regular file below ``folder`` by relative name; ``at_once`` of them side by side in threads."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
     names = [str(path.relative_to(folder)) for path in paths]
     if sum(path.stat().st_size for path in paths) < 4 << 20:
         return dict(zip(names, map(_hash_file, paths), strict=True))
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(max_workers=at_once) as pool:
         return dict(zip(names, pool.map(_hash_file, paths), strict=True))
 
 
