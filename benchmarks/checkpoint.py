@@ -192,7 +192,7 @@ def main() -> int:
     report = Report("checkpoint", versions={"warmed_gib": str(arguments.warm)})
     if arguments.warm:
         warm(arguments.warm)
-    config = "[envkeeper]\naction_timeout_s = 300\ncheckpoint_timeout_s = 120\n"
+    config = "[envkeeper]\naction_timeout_s = 300\ncheckpoint_timeout_s = 120\nkeep_checkpoints = 1\n"
     with (
         tempfile.TemporaryDirectory(prefix="bl-bench-", dir=arguments.root or "/var/tmp") as folder,
         LocalHost(Path(folder), config) as host,
