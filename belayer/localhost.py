@@ -20,8 +20,9 @@ from typing import TypeVar
 from belayer import procs, statefile
 from belayer.clock import monotonic
 from belayer.errors import BelayerError, DaemonUnreachable
-from belayer.messages.common import Ping, Pong
+from belayer.messages.common import Done, Ping, Pong
 from belayer.messages.control import HostStatus, HostStatusReply
+from belayer.messages.sandbox import DestroySandbox, ListSandboxes, SandboxList
 from belayer.paths import Paths
 from belayer.rpc import call_sync
 from belayer.seqpacket import SeqClient
@@ -156,6 +157,7 @@ class LocalHost:
     def stop(self) -> None:
         """End everything below this root and see it dead."""
         last = self._last_status()
+        self._destroy_sandboxes()
         for child in reversed(list(self._children.values())):
             child.terminate()
         for child in self._children.values():
@@ -177,6 +179,15 @@ class LocalHost:
         procs.wait_dead(fds, 10.0)
         for fd in fds:
             os.close(fd)
+
+    def _destroy_sandboxes(self) -> None:
+        """Sandboxes outlive envkeeper by design; those of a private root end with it."""
+        sock = self.paths.envkeeper_sock
+        try:
+            for box in call_sync(sock, ListSandboxes(), SandboxList, 5.0).sandboxes:
+                call_sync(sock, DestroySandbox(sandbox_id=box.sandbox_id), Done, 60.0)
+        except DaemonUnreachable:
+            return  # no envkeeper here, or it was killed: its containers carry this root in their labels
 
     def _last_status(self) -> HostStatusReply | None:
         saved = statefile.load(self.paths.status_file, HostStatusReply)
