@@ -42,6 +42,11 @@ def inspect(config: Envkeeper, paths: Paths, prefix: Path = PREFIX) -> Host:
     version = ".".join(map(str, criu.version()))
     engine = Engine(config.docker, config.runtime, owner_of(paths))
     versions = engine.check() | {"criu": version, "agent": agent.name}
+    if not Path(versions["data_root"]).is_dir():
+        raise HostUnfit(
+            f"Docker keeps its containers in {versions['data_root']}, which is not on this host",
+            remedy="run envkeeper where Docker runs: it copies the upper layers of sandboxes",
+        )
     engine.pin(config.image)
     cached = criu.cache_kernel_facts()
     CLAIMS.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -131,6 +131,9 @@ class Machine:
             command += ["--volume", f"{path}:{path}:ro"]
         # /run is a tmpfs of the container, so the engine's socket is shown elsewhere.
         command += ["--volume", "/var/run/docker.sock:/host/docker.sock"]
+        # envkeeper reads upper layers there. Not recursive: a copy of other containers' mounts would pin them.
+        root = run("docker", "info", "--format", "{{.DockerRootDir}}").stdout.strip()
+        command += ["--mount", f"type=bind,source={root},target={root},bind-nonrecursive"]
         command += ["--volume", f"{self.folder}:/install:ro", IMAGE, "/lib/systemd/systemd"]
         done = run(*command)
         assert done.returncode == 0, done.stderr
