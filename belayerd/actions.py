@@ -10,7 +10,13 @@ import msgspec
 from belayer.clock import monotonic
 from belayer.errors import DaemonUnreachable, HandoverFailed, LeaseRefused, OwnerGone, WeightsTorn
 from belayer.messages.common import Done
-from belayer.messages.router import RegisterWorker, RouterStatus, RouterStatusReply, UnregisterWorker
+from belayer.messages.router import (
+    RegisterWorker,
+    ResumeReport,
+    RouterStatus,
+    RouterStatusReply,
+    UnregisterWorker,
+)
 from belayer.messages.worker import (
     BecomeMain,
     CheckOracle,
@@ -169,21 +175,24 @@ class Actions:
         assert target.worker is not None
         return await self.announce(target.slot, target.model, target.worker, target.generation, target.oracle)
 
-    async def until_resumed(self, slot: str, generation: int) -> None:
-        """Until a token of a resumed request was seen, or none was interrupted, or ``_YIELD_S`` is over."""
+    async def until_resumed(self, slot: str, generation: int) -> ResumeReport | None:
+        """Step 5, seen from the router: until a token of a resumed request was delivered, or none was interrupted, or
+        ``_YIELD_S`` is over. None when the router does not say."""
         end = monotonic() + _YIELD_S
+        report: ResumeReport | None = None
         while monotonic() < end:
             try:
                 status = await self._router.call(RouterStatus(), RouterStatusReply, _YIELD_S)
             except DaemonUnreachable:
-                return
+                return None
             row = next((row for row in status.slots if row.slot == slot), None)
             report = row.last_resume if row else None
             if report is None or report.generation != generation:
-                return
+                return None
             if report.resumed == 0 or report.first_token_ms >= 0:
-                return
+                return report
             await asyncio.sleep(0.05)
+        return report
 
     async def announce(self, slot: str, model: str, worker: Ref, generation: int, oracle: Oracle | None) -> str:
         message = RegisterWorker(

@@ -303,7 +303,7 @@ def _handover_done(pair: Pair, event: Event, now: float, limits: policy.Limits) 
         last_failover=now if failed else pair.last_failover,
     )
     # The new main serves from here on; re-arming starts at once so that the slot is exposed for seconds only.
-    return after, [Save(), Record(running=running, outcome="served"), Spawn(yielding=failed)]
+    return after, [Save(), Record(running=running, outcome="served"), Spawn(yielding=running.cause is not Cause.START)]
 
 
 def _action_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:

@@ -18,6 +18,7 @@ from belayer.config import Policy, Slot
 from belayer.errors import BelayerError, HandoverFailed, Refused, WorkerFailed, WorkerGone
 from belayer.ids import new_incident_id, new_worker_id
 from belayer.messages.control import Incident, SlotView, StepTiming, WorkerView
+from belayer.messages.router import ResumeReport
 from belayer.messages.worker import SpawnWorker, WorkerState, WorkerStatus, WorkerStatusReply
 from belayer.paths import Paths
 from belayer.story import Incidents
@@ -209,7 +210,8 @@ class SlotShell:
 
     async def _spawn(self, yielding: bool) -> None:
         if yielding:
-            await self._actions.until_resumed(self.pair.slot, self.pair.generation)
+            generation = self.pair.generation
+            self._resumed(generation, await self._actions.until_resumed(self.pair.slot, generation))
         worker_id = new_worker_id(self.config.name)
         message = SpawnWorker(worker_id=worker_id, slot=self.config.name, cgroup=self._cgroups.make(worker_id))
         try:
@@ -261,6 +263,18 @@ class SlotShell:
             return
         done = p.ActionDone(action=effect.action, serial=effect.serial, ms=watch.ms(), detail=detail)
         self._inbox.put_nowait(done)
+
+    def _resumed(self, generation: int, report: ResumeReport | None) -> None:
+        """Step 5 is the router's; its figure joins the incident when it is known."""
+        incident = self.last_incident
+        if report is None or incident is None or incident.to_generation != generation:
+            return
+        said = f"{report.resumed} request(s) resumed"
+        if report.resumed and report.first_token_ms < 0:
+            said += ", no token of them yet"
+        step = StepTiming(step="5 resume", ms=max(report.first_token_ms, 0.0), detail=said)
+        self.last_incident = msgspec.structs.replace(incident, steps=(*incident.steps, step))
+        self._incidents.put(self.last_incident)
 
     def _reason(self) -> str:
         running = self.pair.running
