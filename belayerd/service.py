@@ -66,6 +66,7 @@ class Supervisor:
         self._zygote = Zygote(paths, config_path, self._log)
         self._router_peer = RouterPeer(self._router, self._router_back, self._log)
         self._owners: tuple[OwnerStatusReply, ...] = ()
+        self._silent: set[str] = set()  # owners that do not answer: said once, not once a second
 
     async def run(self, stop: asyncio.Event) -> None:
         self._log.info("start", instance=self._instance, fence=self._cgroups.kind, slots=len(self._slots))
@@ -143,11 +144,17 @@ class Supervisor:
 
     async def _ask_owners(self) -> tuple[OwnerStatusReply, ...]:
         found = []
-        for link in (self._actions.weights, self._actions.kv):
+        for kind, link in (("weights", self._actions.weights), ("kv", self._actions.kv)):
             try:
                 found.append(await link.status())
             except BelayerError as why:
-                self._log.warning("owner does not answer", why=str(why))
+                if kind not in self._silent:
+                    self._log.warning("owner does not answer", kind=kind, why=str(why))
+                self._silent.add(kind)
+            else:
+                if kind in self._silent:
+                    self._log.info("owner answers", kind=kind)
+                self._silent.discard(kind)
         return tuple(found)
 
     def _status(self) -> HostStatusReply:

@@ -180,7 +180,7 @@ class Service:
         for entry in self.vault.peer_gone(peer.number):
             self._log("holder_lost", slot=entry.arena.slot, epoch=entry.arena.epoch, who=peer.who, why=why)
         os.close(peer.pidfd)
-        if peer.who:
+        if peer.role is not None and peer.role is not m.Role.ADMIN:  # the supervisor asks once a second
             self._log("left", who=peer.who, pid=peer.pid, why=why)
 
     def _handle(self, peer: Peer, message: Any) -> tuple[msgspec.Struct, tuple[int, ...]]:
