@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,13 +47,16 @@ class WorkerLink:
         self._socket.set(zmq.RECONNECT_IVL, 20)  # ms; the worker binds its endpoint while we already wait
         self._socket.set(zmq.RECONNECT_IVL_MAX, 200)
         self._socket.connect(f"ipc://{path}")
+        # The identity is that of every belayerd before us: an answer to a call of a killed one reaches us, and must
+        # not be taken for the answer to ours.
+        self._life = secrets.token_bytes(8)
         self._next = 0
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
         self._reader = asyncio.create_task(self._receive())
 
     async def call(self, message: msgspec.Struct, reply: type[R], within: float) -> R:
         self._next += 1
-        call = self._next.to_bytes(8, "little")
+        call = self._life + self._next.to_bytes(8, "little")
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[call] = future
         try:

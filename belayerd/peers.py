@@ -19,6 +19,7 @@ from belayer.rpc import Client
 from belayer.seqpacket import SeqClient
 
 _PING_S = 5.0
+_BUSY = 0
 _IMPORT_S = 120.0  # importing vLLM takes 8-12 s of CPU, far longer on a busy host
 
 
@@ -33,10 +34,7 @@ class Zygote:
 
     async def run(self) -> None:
         while True:
-            pid = await asyncio.to_thread(self._ping)
-            if pid is None:
-                pid = await self._start()
-            self.pid = pid
+            self.pid = pid = await self._up()
             self.restarts += 1
             self.ready.set()
             self._log.info("zygote ready", pid=pid)
@@ -44,7 +42,23 @@ class Zygote:
             self.ready.clear()
             self._log.warning("zygote died; workers live on, a new one is started", pid=pid)
 
+    async def _up(self) -> int:
+        """Pid of a zygote that answers. Slots serve without one, so this never ends belayerd; it goes on trying."""
+        while True:
+            pid = await asyncio.to_thread(self._ping)
+            if pid:
+                return pid
+            if pid is _BUSY:
+                self._log.warning("zygote does not answer; it lives, so it is waited for")
+                continue
+            try:
+                return await self._start()
+            except DaemonUnreachable as why:
+                self._log.error("no zygote; trying again", why=str(why))
+                await asyncio.sleep(1.0)
+
     def _ping(self) -> int | None:
+        """Its pid; _BUSY when it holds its socket but says nothing in time; None when nobody listens."""
         try:
             client = SeqClient(self._paths.zygote_sock, _PING_S)
         except DaemonUnreachable:
@@ -52,7 +66,7 @@ class Zygote:
         try:
             return client.call(Ping(), Pong)[0].pid
         except DaemonUnreachable:
-            return None
+            return _BUSY
         finally:
             client.close()
 

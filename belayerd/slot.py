@@ -15,7 +15,7 @@ import zmq.asyncio
 from belayer import procs, statefile
 from belayer.clock import Stopwatch, monotonic, wall
 from belayer.config import Policy, Slot
-from belayer.errors import BelayerError, HandoverFailed, Refused, WorkerFailed, WorkerGone
+from belayer.errors import BelayerError, HandoverFailed, Refused, WorkerGone
 from belayer.ids import new_incident_id, new_worker_id
 from belayer.messages.control import Incident, SlotView, StepTiming, WorkerView
 from belayer.messages.router import ResumeReport
@@ -230,7 +230,7 @@ class SlotShell:
         watched = self._watched[ref.worker_id]
         try:
             status = await watched.link.call(WorkerStatus(), WorkerStatusReply, self._limits.start_deadline_s)
-        except WorkerFailed as why:
+        except BelayerError as why:
             self._lost(ref.worker_id, p.Cause.HANG, str(why))
             return
         if status.state is WorkerState.FAILED or status.oracle is None:

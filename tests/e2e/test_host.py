@@ -221,6 +221,23 @@ def pids(status: HostStatusReply, name: str) -> list[int]:
     return [worker.pid for worker in slot(status, name).workers]
 
 
+def test_a_zygote_that_does_not_answer_ends_nothing(host: LocalHost, truth: dict[str, Any]) -> None:
+    """A new belayerd meets a zygote that holds its socket and says nothing: slots serve, belayerd waits for it."""
+    zygote = int(host.until_protected().zygote.split()[1])
+    os.kill(zygote, signal.SIGSTOP)
+    eventually(lambda: procs.state(zygote) == "T", what="the zygote is stopped")
+    try:
+        host.kill9("belayerd")
+        child = host.spawn("belayerd")
+        log = host.paths.log("belayerd")
+        eventually(lambda: "zygote does not answer" in log.read_text(), within=60, what="belayerd notices")
+        assert facts(start(host, "chat").result()) == truth["chat"]
+        assert child.poll() is None, "belayerd lives"
+    finally:
+        os.kill(zygote, signal.SIGCONT)
+    host.until("the zygote again", lambda s: s.zygote == f"pid {zygote}", 60.0)
+
+
 def test_router_is_killed_and_told_again_who_serves(host: LocalHost, truth: dict[str, Any]) -> None:
     before = host.until_protected()
     host.kill9("belayer-router")
