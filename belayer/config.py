@@ -19,6 +19,7 @@ from belayer.ids import is_name
 Positive = Annotated[float, Meta(gt=0)]
 PositiveInt = Annotated[int, Meta(gt=0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
+Text = Annotated[str, Meta(min_length=1)]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,7 +68,7 @@ class Router(_Section, frozen=True, kw_only=True):
     """``journal_every``: tokens of one request between two journal records (the paper's k = 256).
     ``request_deadline_s``: how long an interrupted or new request may wait without a worker."""
 
-    host: str = "127.0.0.1"
+    host: Text = "127.0.0.1"
     port: Port = 8000
     journal_every: PositiveInt = 256
     journal_max_mb: PositiveInt = 512
@@ -79,10 +80,10 @@ class Envkeeper(_Section, frozen=True, kw_only=True):
     """Limits are per sandbox; bytes, seconds, MiB as named. ``criu``: the binary, version 4.2 or later."""
 
     enabled: bool = True
-    image: str = "belayer-sandbox:base"
-    docker: str = "unix:///var/run/docker.sock"
-    criu: str = "/opt/belayer/criu/usr/sbin/criu"
-    runtime: str = "belayer"
+    image: Text = "belayer-sandbox:base"
+    docker: Text = "unix:///var/run/docker.sock"
+    criu: Text = "/opt/belayer/criu/usr/sbin/criu"
+    runtime: Text = "belayer"
     memory_mb: PositiveInt = 512
     cpus: Positive = 1.0
     pids: PositiveInt = 256
@@ -122,6 +123,17 @@ class Config(_Section, frozen=True, kw_only=True):
         return next(model for model in self.model if model.name == name)
 
 
+SECTIONS: dict[str, type[_Section]] = {
+    "host": Host,
+    "gpuowner": Gpuowner,
+    "model": Model,
+    "slot": Slot,
+    "router": Router,
+    "envkeeper": Envkeeper,
+    "policy": Policy,
+}
+
+
 def load(path: Path) -> Config:
     """Read and check ``path``; model paths come back absolute. Raises ConfigInvalid."""
     try:
@@ -150,7 +162,15 @@ def _say(reason: str) -> str:
     """msgspec ends with "- at `$.slot[0].model`"; the key goes first."""
     text, _, where = reason.partition(" - at `$")
     key = where.rstrip("`").lstrip(".") or "top level"
-    return f"{key}: {text[0].lower()}{text[1:]}"
+    said = f"{key}: {text[0].lower()}{text[1:]}"
+    return f"{said}; known keys: {', '.join(_keys(key))}" if "unknown field" in text else said
+
+
+def _keys(key: str) -> tuple[str, ...]:
+    section = key.split("[")[0].split(".")[0]
+    return next(
+        (kind.__struct_fields__ for name, kind in SECTIONS.items() if name == section), Config.__struct_fields__
+    )
 
 
 def _absolute(path: Path, model: Model) -> Model:

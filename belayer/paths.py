@@ -21,6 +21,8 @@ class Paths:
         chosen = root if root is not None else os.environ.get("BELAYER_ROOT")
         if chosen:
             base = Path(chosen).absolute()
+            if base.exists() and not base.is_dir():
+                raise ConfigInvalid(f"root {base} is not a directory", remedy="set BELAYER_ROOT to one")
             self.run, self.state, self.config = base / "run", base / "state", base / "belayer.toml"
         else:
             self.run, self.state = Path("/run/belayer"), Path("/var/lib/belayer")

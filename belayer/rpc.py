@@ -168,6 +168,8 @@ class SyncClient:
     ) -> R:
         """As Client.call. ``same_life``, asked while the answer is long in coming, ends the wait when it says that the
         daemon that took the call is no more: nobody will answer it."""
+        if self._socket.closed:
+            raise DaemonUnreachable(f"this connection to {self._path} was closed", remedy="attach or create anew")
         deadline = monotonic() + timeout
         self._next += 1
         call = self._next.to_bytes(8, "little")

@@ -146,6 +146,9 @@ class Sandbox:
             return None
         return seen.st_ino, seen.st_ctime_ns
 
+    def __repr__(self) -> str:
+        return f"<Sandbox {self.sandbox_id} at boundary {self.boundary}>"
+
     def close(self) -> None:
         """Let go of the connection; the sandbox lives on."""
         self._client.close()

@@ -37,9 +37,20 @@ def _worker(worker: WorkerView | None) -> str:
     return f"pid {worker.pid} {worker.phase or 'starting'}{stopped} beat {worker.age_ms:.0f} ms {worker.rss_mb:.0f} MiB"
 
 
+def health(status: HostStatusReply) -> str:
+    """``healthy``, or what is not."""
+    if status.healthy:
+        return "healthy"
+    missing = {"weights", "kv"} - {owner.kind for owner in status.owners}
+    why = [f"gpuowner@{kind} does not answer" for kind in sorted(missing)]
+    why += [] if status.router else ["belayer-router does not answer"]
+    why += [f"{slot.slot} is not protected" for slot in status.slots if not slot.protected]
+    return "NOT healthy: " + ", ".join(why or ["no slots"])
+
+
 def slots(status: HostStatusReply) -> Table:
     out = table(
-        f"{status.host}: {'healthy' if status.healthy else 'NOT healthy'}, router {status.router_url}",
+        f"{status.host}: {health(status)}, router {status.router_url}",
         *(
             "slot",
             "state",
@@ -150,7 +161,7 @@ def sandboxes(listed: SandboxList) -> Table:
             state(box.state),
             str(box.boundary),
             ready,
-            box.incarnation[:12],
+            box.incarnation,
             box.container_id[:12],
             str(box.pid),
             box.reason or "-",

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from belayer.clock import monotonic
-from belayer.errors import DaemonUnreachable, HandoverFailed, LeaseRefused, OwnerGone, WeightsTorn
+from belayer.errors import DaemonUnreachable, HandoverFailed, LeaseRefused, OwnerGone, WeightsTorn, WorkerGone
 from belayer.messages.common import Done
 from belayer.messages.router import (
     RegisterWorker,
@@ -140,7 +140,9 @@ class Actions:
         assert target.link is not None
         arena = await self.kv.arena(target.slot)
         if arena is None:
-            raise LeaseRefused(f"the kv owner has no arena for {target.slot}")
+            raise WorkerGone(
+                f"the kv owner was replaced: it has no arena for {target.slot}, the worker maps an old one"
+            )
         mine = target.worker is not None and arena.state == "leased" and arena.holder == target.worker.worker_id
         if arena.state != "free" and not mine:
             raise LeaseRefused(f"arena of {target.slot} is {arena.state} (holder {arena.holder or 'none'})")

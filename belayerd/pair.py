@@ -156,6 +156,10 @@ class RouterBack(Event, frozen=True, kw_only=True):
     """The router is another instance than before: it must be told again who serves."""
 
 
+class ArenaGone(Event, frozen=True, kw_only=True):
+    """The kv owner is another life and does not hold the arena that the ready shadow maps."""
+
+
 # --- effects ----------------------------------------------------------------------------------------------------
 
 
@@ -245,4 +249,5 @@ EVENTS: tuple[type[Event], ...] = (
     RestoreAsked,
     BackoffOver,
     RouterBack,
+    ArenaGone,
 )

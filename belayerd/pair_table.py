@@ -18,6 +18,7 @@ from belayerd.pair import (
     ActionFailed,
     Alert,
     Announce,
+    ArenaGone,
     BackoffOver,
     Cause,
     Effect,
@@ -341,6 +342,14 @@ def _restored(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Ou
     return after, [RestoreArena(), Save(), Spawn()]
 
 
+def _rearm_anew(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
+    """The shadow could not take over: another one, which opens its arena at the owner that lives. The main goes on
+    in the memory that it has mapped."""
+    assert pair.shadow is not None
+    after = _set(pair, state=State.REARMING, shadow=None, reason="the kv owner was replaced")
+    return after, [Kill(worker=pair.shadow), Save(), Spawn()]
+
+
 def _announce(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
     assert pair.main is not None
     return pair, [Announce(worker=pair.main, generation=pair.generation)]
@@ -446,6 +455,11 @@ _row(S.QUARANTINED, HandoverAsked, _refuse)
 _row(S.QUARANTINED, RestoreAsked, _restored, S.ARMING)
 _row(S.QUARANTINED, BackoffOver, _ignore)
 _row(S.QUARANTINED, RouterBack, _ignore)
+
+for _state in S:
+    if _state is not S.PROTECTED:
+        _row(_state, ArenaGone, _ignore)
+_row(S.PROTECTED, ArenaGone, _rearm_anew, S.REARMING)
 
 
 def step(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:

@@ -139,6 +139,11 @@ class Supervisor:
     async def _write_status(self) -> None:
         while True:
             self._owners = await self._ask_owners()
+            for owner in self._owners:
+                if owner.kind == "kv":
+                    arenas = {row.slot for row in owner.arenas}
+                    for slot in self._slots.values():
+                        slot.arenas_seen(arenas)
             statefile.save(self._paths.status_file, self._status(), durable=False)
             await asyncio.sleep(1.0)
 

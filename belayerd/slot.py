@@ -256,7 +256,7 @@ class SlotShell:
         try:
             detail = await self._actions.perform(effect.action, target)
         except BelayerError as why:
-            gone = worker is not None and worker.dead
+            gone = isinstance(why, WorkerGone) or (worker is not None and worker.dead)
             self._log.warning("action failed", action=effect.action, why=str(why), worker_gone=gone)
             failed = p.ActionFailed(action=effect.action, serial=effect.serial, reason=str(why), worker_gone=gone)
             self._inbox.put_nowait(failed)
@@ -333,7 +333,7 @@ class SlotShell:
             self._waiters.pop(incident_id, None)
 
     def _answer_refused(self, event: p.Event, why: str) -> None:
-        self._log.info("refused", event=type(event).__name__, why=why)
+        self._log.info("refused", on=type(event).__name__, why=why)
         if isinstance(event, p.HandoverAsked):
             waiter = self._waiters.pop(event.incident_id, None)
             if waiter is not None and not waiter.done():
@@ -343,6 +343,11 @@ class SlotShell:
         if self.pair.state not in (p.State.QUARANTINED, p.State.EXPOSED, p.State.EMPTY):
             raise Refused(f"slot {self.pair.slot} is {self.pair.state}: nothing to restore")
         self._inbox.put_nowait(p.RestoreAsked())
+
+    def arenas_seen(self, arenas: set[str]) -> None:
+        """What the kv owner holds now; a ready shadow whose arena is not there maps that of an owner that has died."""
+        if self.pair.protected and self.pair.slot not in arenas:
+            self._inbox.put_nowait(p.ArenaGone())
 
     def router_back(self) -> None:
         self._inbox.put_nowait(p.RouterBack())

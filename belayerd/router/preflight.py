@@ -21,7 +21,9 @@ def bind(host: str, port: int) -> socket.socket:
         sock.listen(2048)
     except OSError as why:
         reason = "is in use" if why.errno == errno.EADDRINUSE else f"cannot be bound: {why.strerror}"
-        raise HostUnfit(f"port {port} of {host} {reason}", remedy="stop what holds it, or change router.port") from why
+        taken = why.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "stop what holds it, or change router.port" if taken else "change router.host"
+        raise HostUnfit(f"port {port} of {host} {reason}", remedy=remedy) from why
     return sock
 
 

@@ -154,6 +154,43 @@ def test_refusals_are_named(host: LocalHost) -> None:
     assert (code, said["error"]) == (1, "refused")
 
 
+def test_a_handover_without_a_ready_shadow_is_refused(host: LocalHost) -> None:
+    """Refused by name, and refused only: the main, the slot and belayerd go on."""
+    before = host.until_protected()
+    assert ctl(host, "inject", "kill-worker", "slot0", "--shadow")[0] == 0
+    host.until("re-arming", lambda s: not slot(s, "slot0").protected, 30.0)
+    code, said, err = ctl(host, "handover", "slot0")
+    assert (code, said["error"]) == (1, "refused")
+    assert "slot slot0 is rearming" in err
+    after = host.until_protected()
+    assert after.instance == before.instance
+    assert main_pid_of(after, "slot0") == main_pid_of(before, "slot0")
+
+
+def test_kv_owner_is_killed_and_its_arenas_are_made_anew(host: LocalHost, truth: dict[str, Any]) -> None:
+    """Streams go on in the memory that the main has mapped; no slot is called protected while its shadow maps an arena
+    that the living owner does not hold; afterwards a handover works."""
+    before = host.until_protected()
+    stream = start(host, "chat")
+    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
+    host.kill9("gpuowner@kv")
+    host.spawn("gpuowner@kv")
+    assert facts(stream.result(120)) == truth["chat"]
+
+    def renewed(status: HostStatusReply) -> bool:
+        held = {row.slot for owner in status.owners for row in owner.arenas}
+        return held == {"slot0", "slot1"} and all(row.protected for row in status.slots)
+
+    after = host.until("arenas at the new owner", renewed, 120.0)
+    for name in ("slot0", "slot1"):
+        assert pids(after, name)[0] == pids(before, name)[0], "the main was not touched"
+        assert pids(after, name)[1] != pids(before, name)[1], "the shadow is another one"
+    code, incident, said = ctl(host, "handover", "slot0")
+    assert code == 0, said
+    assert incident["outcome"] == "served"
+    assert facts(start(host, "chat").result()) == truth["chat"]
+
+
 def test_status_and_top_show_the_host(host: LocalHost) -> None:
     host.until_protected()
     code, shown, said = ctl(host, "status")

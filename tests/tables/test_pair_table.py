@@ -149,6 +149,19 @@ def test_main_lost_while_re_arming_is_fenced_then_replaced() -> None:
     assert world.holder == world.routed != main.worker_id
 
 
+def test_shadow_of_a_replaced_kv_owner_is_replaced() -> None:
+    world = protected()
+    main, shadow = world.pair.main, world.pair.shadow
+    assert shadow is not None
+    world.send(p.ArenaGone())
+    assert not world.pair.protected
+    world.drain()
+    assert world.pair.protected
+    assert world.pair.main == main
+    assert world.pair.shadow != shadow
+    assert shadow.worker_id not in world.alive
+
+
 def test_shadow_that_never_starts_leaves_the_main_serving() -> None:
     world = protected()
     for _ in range(LIMITS.restart_budget):
@@ -179,7 +192,7 @@ def test_stale_events_change_nothing() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.sampled_from(["main", "shadow", "step", "hour", "ask", "back", "restore"]), max_size=40))
+@given(st.lists(st.sampled_from(["main", "shadow", "step", "hour", "ask", "back", "restore", "arena"]), max_size=40))
 def test_any_sequence_of_deaths_keeps_the_invariants(moves: list[str]) -> None:
     """World.check runs after every effect; at rest a slot is protected, quarantined or says why it is not."""
     world = protected()
@@ -192,6 +205,8 @@ def test_any_sequence_of_deaths_keeps_the_invariants(moves: list[str]) -> None:
             world.now += 3600
         elif move == "back":
             world.pending.append(p.RouterBack())
+        elif move == "arena":
+            world.pending.append(p.ArenaGone())
         elif move in ("ask", "restore"):
             event = p.HandoverAsked(reason="x", incident_id="i0") if move == "ask" else p.RestoreAsked()
             try:

@@ -214,7 +214,8 @@ def test_a_good_file_has_absolute_model_paths(tmp_path: Path, model: Path) -> No
     ("text", "names"),
     [
         ("x = ", ["not TOML"]),
-        ("[router]\nprot = 1\n", ["router", "prot"]),
+        ("[router]\nprot = 1\n", ["router", "prot", "known keys", "port"]),
+        ('[envkeeper]\nimage = ""\n', ["envkeeper.image"]),
         ('[router]\nport = "eighty"\n', ["router.port", "int"]),
         ("[router]\nport = 0\n", ["router.port"]),
         ("[router]\nport = 70000\n", ["router.port"]),
@@ -244,6 +245,12 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_root_too_long_for_sockets_is_refused() -> None:
     with pytest.raises(ConfigInvalid, match="too long"):
         Paths("/tmp/" + "x" * 80)
+
+
+def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("")
+    with pytest.raises(ConfigInvalid, match="not a directory"):
+        Paths(tmp_path / "root")
 
 
 # --- rpc ---

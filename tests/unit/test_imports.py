@@ -85,6 +85,20 @@ def test_only_worker_and_front_see_torch_and_vllm() -> None:
     assert wrong == []
 
 
+def test_no_log_call_names_a_field_event() -> None:
+    """structlog's own first argument is ``event``: a keyword of that name raises where the line is logged."""
+    wrong = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("debug", "info", "warning", "error", "exception")
+        and any(keyword.arg == "event" for keyword in node.keywords)
+    ]
+    assert wrong == []
+
+
 def test_no_file_is_over_500_lines() -> None:
     long = [f"{path}: {lines}" for path in modules() if (lines := path.read_text().count("\n")) >= 500]
     assert long == []
