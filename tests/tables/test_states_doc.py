@@ -1,4 +1,4 @@
-"""docs/states.md says what the tables say."""
+"""Generated documents say what the code says."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def test_states_doc_is_in_step_with_the_tables() -> None:
-    code = "import runpy; print(runpy.run_path('docs/states.py', run_name='docs')['render'](), end='')"
+@pytest.mark.parametrize("name", ["states", "configuration"])
+def test_generated_documents_are_in_step(name: str) -> None:
+    code = f"import runpy; print(runpy.run_path('docs/{name}.py', run_name='docs')['render'](), end='')"
     done = subprocess.run([sys.executable, "-c", code], cwd=DOCS.parent, capture_output=True, text=True, check=True)
-    assert done.stdout == (DOCS / "states.md").read_text(), "run: python docs/states.py"
+    assert done.stdout == (DOCS / f"{name}.md").read_text(), f"run: python docs/{name}.py"
