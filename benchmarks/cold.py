@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -33,15 +34,17 @@ _ENV = {
 }
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, **_ENV}
+def environment(tmp: str) -> dict[str, str]:
+    """``tmp``: a killed vLLM leaves sockets and rendezvous files; they go with the folder."""
+    return {**os.environ, **_ENV, "TMPDIR": tmp, "VLLM_RPC_BASE_PATH": tmp}
 
 
 def engine_seconds(model: Path, prompt_tokens: int = 400) -> float:
     """Seconds from starting a process to its first token. Raises CalledProcessError when it fails."""
     began = monotonic()
     command = [sys.executable, "-m", "benchmarks.cold", str(model), str(prompt_tokens)]
-    done = subprocess.run(command, env=environment(), check=True, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory(prefix="cold-") as tmp:
+        done = subprocess.run(command, env=environment(tmp), check=True, capture_output=True, text=True)
     took = monotonic() - began
     if "first-token" not in done.stdout:
         raise RuntimeError(f"the cold engine made no token: {done.stdout[-400:]} {done.stderr[-400:]}")
@@ -54,17 +57,18 @@ def server_seconds(model: Path, prompt_tokens: int = 400, within: float = 300.0)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    env = {key: value for key, value in environment().items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-    child = subprocess.Popen(
-        command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
     body = json.dumps({"model": str(model), "prompt": [100] * prompt_tokens, "max_tokens": 1}).encode()
-    try:
-        _first_answer(f"http://127.0.0.1:{port}/v1/completions", body, child, began + within)
-        return monotonic() - began
-    finally:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.wait(30)
+    with tempfile.TemporaryDirectory(prefix="cold-") as tmp:
+        env = {key: value for key, value in environment(tmp).items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        child = subprocess.Popen(
+            command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            _first_answer(f"http://127.0.0.1:{port}/v1/completions", body, child, began + within)
+            return monotonic() - began
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait(30)
 
 
 def _first_answer(url: str, body: bytes, child: subprocess.Popen[bytes], deadline: float) -> None:
