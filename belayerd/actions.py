@@ -36,7 +36,7 @@ from belayerd.handover import BY_ACTION, Action
 from belayerd.links import OwnerLink, WorkerLink
 from belayerd.pair import Ref
 
-_YIELD_S = 2.0  # a slot is exposed this much longer at most
+YIELD_S = 2.0  # a slot is exposed this much longer at most
 
 
 class Target(msgspec.Struct, kw_only=True):
@@ -179,12 +179,12 @@ class Actions:
 
     async def until_resumed(self, slot: str, generation: int) -> ResumeReport | None:
         """Step 5, seen from the router: until a token of a resumed request was delivered, or none was interrupted, or
-        ``_YIELD_S`` is over. None when the router does not say."""
-        end = monotonic() + _YIELD_S
+        ``YIELD_S`` is over. None when the router does not say."""
+        end = monotonic() + YIELD_S
         report: ResumeReport | None = None
         while monotonic() < end:
             try:
-                status = await self._router.call(RouterStatus(), RouterStatusReply, _YIELD_S)
+                status = await self._router.call(RouterStatus(), RouterStatusReply, YIELD_S)
             except DaemonUnreachable:
                 return None
             row = next((row for row in status.slots if row.slot == slot), None)

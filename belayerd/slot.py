@@ -24,7 +24,7 @@ from belayer.paths import Paths
 from belayer.story import Incidents
 from belayerd import pair as p
 from belayerd import pair_table, policy
-from belayerd.actions import Actions, Target
+from belayerd.actions import YIELD_S, Actions, Target
 from belayerd.handover import BY_ACTION
 from belayerd.links import spawn
 from belayerd.watch import Watched, sweep
@@ -269,10 +269,10 @@ class SlotShell:
         incident = self.last_incident
         if report is None or incident is None or incident.to_generation != generation:
             return
-        said = f"{report.resumed} request(s) resumed"
+        said, ms = f"{report.resumed} request(s) resumed", max(report.first_token_ms, 0.0)
         if report.resumed and report.first_token_ms < 0:
-            said += ", no token of them yet"
-        step = StepTiming(step="5 resume", ms=max(report.first_token_ms, 0.0), detail=said)
+            said, ms = f"{said}, no token of them in {YIELD_S:g} s", YIELD_S * 1e3
+        step = StepTiming(step="5 resume", ms=ms, detail=said)
         self.last_incident = msgspec.structs.replace(incident, steps=(*incident.steps, step))
         self._incidents.put(self.last_incident)
 
