@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from belayer.messages.control import HostStatusReply, Incident, SlotView, WorkerView
+from belayer.messages.control import HostStatusReply, Incident, SlotView
 from belayer.messages.router import RouterStatusReply
 from belayer.messages.sandbox import SandboxList
 
@@ -24,17 +25,13 @@ def when(at: float) -> str:
 
 
 def table(title: str, *columns: str) -> Table:
-    out = Table(title=title, title_justify="left", header_style="bold", expand=False)
+    """Names and numbers are never torn: only the last column, which holds the prose, may fold."""
+    out = Table(
+        title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for column in columns:
-        out.add_column(column, overflow="fold")
+        out.add_column(column, overflow="fold", no_wrap=column != columns[-1])
     return out
-
-
-def _worker(worker: WorkerView | None) -> str:
-    if worker is None:
-        return "-"
-    stopped = " STOPPED" if worker.state in ("T", "t") else ""
-    return f"pid {worker.pid} {worker.phase or 'starting'}{stopped} beat {worker.age_ms:.0f} ms {worker.rss_mb:.0f} MiB"
 
 
 def health(status: HostStatusReply) -> str:
@@ -48,38 +45,34 @@ def health(status: HostStatusReply) -> str:
     return "NOT healthy: " + ", ".join(why or ["no slots"])
 
 
-def slots(status: HostStatusReply) -> Table:
+def slots(status: HostStatusReply) -> Group:
+    """Slots, their workers, and why a slot is as it is: three parts, so that each fits on 80 columns."""
     out = table(
         f"{status.host}: {health(status)}, router {status.router_url}",
-        *(
-            "slot",
-            "state",
-            "gen",
-            "protected",
-            "model",
-            "weights",
-            "main",
-            "shadow",
-            "handovers",
-            "re-arm ms",
-            "reason",
-        ),
+        *("slot", "state", "gen", "protected", "handovers", "re-arm", "model, weights"),
     )
     for slot in status.slots:
-        roles = {worker.role: worker for worker in slot.workers}
         out.add_row(
             slot.slot,
             state(slot.state),
             str(slot.generation),
             "yes" if slot.protected else "no",
-            slot.model,
-            f"v{slot.weight_version}",
-            _worker(roles.get("main")),
-            _worker(roles.get("shadow")),
             str(slot.handovers),
-            f"{slot.rearm_ms:.0f}" if slot.rearm_ms else "-",
-            slot.reason or "-",
+            f"{slot.rearm_ms / 1000:.2f} s" if slot.rearm_ms else "-",
+            f"{slot.model} v{slot.weight_version}",
         )
+    reasons = [Text(f"{slot.slot}: {slot.reason}", style="yellow") for slot in status.slots if slot.reason]
+    return Group(out, *reasons, workers(status))
+
+
+def workers(status: HostStatusReply) -> Table:
+    out = table("workers", "slot", "role", "pid", "phase", "beat ms", "MiB")
+    for slot in status.slots:
+        for worker in slot.workers:
+            stopped = " STOPPED" if worker.state in ("T", "t") else ""
+            phase = f"{worker.phase or 'starting'}{stopped}"
+            row = (slot.slot, worker.role, str(worker.pid), phase, f"{worker.age_ms:.0f}", f"{worker.rss_mb:.0f}")
+            out.add_row(*row)
     return out
 
 
@@ -123,12 +116,11 @@ def incident(row: Incident) -> Table:
 
 
 def incidents(rows: tuple[Incident, ...]) -> Table:
-    out = table("incidents", "time", "id", "slot", "cause", "detail", "generation", "total ms", "outcome")
+    out = table("incidents", "time", "id", "slot", "gen", "ms", "outcome", "cause")
     for row in rows:
-        moved = f"{row.from_generation} -> {row.to_generation}"
-        out.add_row(
-            when(row.at), row.incident_id, row.slot, row.cause, row.detail, moved, f"{row.total_ms:.0f}", row.outcome
-        )
+        moved = f"{row.from_generation}->{row.to_generation}"
+        cause = f"{row.cause}: {row.detail}" if row.detail else row.cause
+        out.add_row(when(row.at), row.incident_id, row.slot, moved, f"{row.total_ms:.0f}", row.outcome, cause)
     return out
 
 
@@ -152,21 +144,16 @@ def router(status: RouterStatusReply) -> Table:
     return out
 
 
-def sandboxes(listed: SandboxList) -> Table:
-    out = table("sandboxes", "sandbox", "state", "boundary", "ready", "incarnation", "container", "pid", "reason")
+def sandboxes(listed: SandboxList) -> Group:
+    out = table("sandboxes", "sandbox", "state", "boundary", "ready", "life", "container", "pid")
     for box in listed.sandboxes:
         ready = str(box.ready_boundary) if box.ready_boundary >= 0 else "-"
+        life = box.incarnation.removeprefix(f"{box.sandbox_id}.")
         out.add_row(
-            box.sandbox_id,
-            state(box.state),
-            str(box.boundary),
-            ready,
-            box.incarnation,
-            box.container_id[:12],
-            str(box.pid),
-            box.reason or "-",
+            box.sandbox_id, state(box.state), str(box.boundary), ready, life, box.container_id[:12], str(box.pid)
         )
-    return out
+    reasons = [Text(f"{box.sandbox_id}: {box.reason}", style="yellow") for box in listed.sandboxes if box.reason]
+    return Group(out, *reasons)
 
 
 def slot_line(slot: SlotView) -> str:

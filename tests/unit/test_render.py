@@ -1,0 +1,98 @@
+"""What ``belayerctl`` shows can be read on a terminal of 80 columns: no name, number or reason is torn apart."""
+
+from __future__ import annotations
+
+from rich.console import Console, RenderableType
+
+from belayer.messages import control, router, sandbox
+from belayerctl import render
+
+LONG = "kernel refused the fence: process 4242 of the old tree is in state D since 12 s"
+
+
+def shown(what: RenderableType) -> list[str]:
+    console = Console(width=80, no_color=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(what)
+    return console.export_text().splitlines()
+
+
+def cells_are_whole(lines: list[str], *cells: str) -> None:
+    assert max(map(len, lines)) <= 80
+    for cell in cells:
+        assert any(cell in line for line in lines), f"{cell!r} is torn in:\n" + "\n".join(lines)
+
+
+def host(**changes: object) -> control.HostStatusReply:
+    main = control.WorkerView(
+        worker_id="rollout-0-1a2b3c4d", pid=123456, role="main", state="T", age_ms=1200.0, phase="step", rss_mb=18432
+    )
+    slot = control.SlotView(
+        slot="rollout-0",
+        state="quarantined",
+        generation=128,
+        protected=False,
+        model="qwen3-8b-instruct",
+        device="cpu",
+        weight_version=4096,
+        workers=(main,),
+        handovers=127,
+        reason=LONG,
+        rearm_ms=3900.0,
+    )
+    return control.HostStatusReply(
+        host="node-17", pid=1, instance="i", at=0.0, slots=(slot,), router="up", router_url="http://10.0.0.17:8000"
+    )
+
+
+def test_slots_fit_and_say_why() -> None:
+    lines = shown(render.slots(host()))
+    cells_are_whole(
+        lines,
+        "rollout-0",
+        "quarantined",
+        "128",
+        "qwen3-8b-instruct",
+        "v4096",
+        "3.90 s",
+        "123456",
+        "step STOPPED",
+        "18432",
+    )
+    assert LONG.split()[-1] in " ".join(lines), "the reason is shown to its end"
+
+
+def test_sandboxes_fit() -> None:
+    box = sandbox.SandboxInfo(
+        sandbox_id="django-11099-attempt-3",
+        state="lost",
+        incarnation="django-11099-attempt-3.12",
+        container_id="0123456789abcdef" * 4,
+        boundary=117,
+        ready_boundary=115,
+        pid=987654,
+        reason=LONG,
+    )
+    lines = shown(render.sandboxes(sandbox.SandboxList(sandboxes=(box,))))
+    cells_are_whole(lines, "django-11099-attempt-3", "lost", "117", "115", "12", "0123456789ab", "987654")
+
+
+def test_incidents_and_router_fit() -> None:
+    row = control.Incident(
+        incident_id="inc-7f3a9c21",
+        slot="rollout-0",
+        at=0.0,
+        cause="hang",
+        detail=LONG,
+        from_generation=127,
+        to_generation=128,
+        outcome="resumed",
+        total_ms=1183.0,
+    )
+    cells_are_whole(
+        shown(render.incidents((row,))), "inc-7f3a9c21", "rollout-0", "127->128", "1183", "resumed", "00:00:00"
+    )
+    seat = router.RouterSlot(slot="rollout-0", generation=128, registered=True, running=256, tokens_total=123456789)
+    reply = router.RouterStatusReply(
+        instance="i", pid=1, url="http://10.0.0.17:8000", slots=(seat,), running=256, waiting=0
+    )
+    cells_are_whole(shown(render.router(reply)), "rollout-0", "128", "256", "123456789")
