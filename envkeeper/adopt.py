@@ -18,14 +18,15 @@ from envkeeper.core import State, after_restart
 from envkeeper.engine import Life
 from envkeeper.keeper import Box, Keeper
 from envkeeper.records import SandboxRecord
+from envkeeper.restore import Restorer
 from envkeeper.store import Store
 
 _ASK_S = 10.0  # a CRIU that outlived us may hold the tasks for a moment longer
 
 
-async def adopt(keeper: Keeper) -> None:
+async def adopt(keeper: Keeper, restorer: Restorer) -> None:
     """Fill ``keeper.boxes``. Raises StateDamaged when a record cannot be read, HostUnfit without Docker."""
-    await keeper.thread(keeper.restorer.sweep)
+    await keeper.thread(restorer.sweep)
     known: set[str] = set()
     for record in await keeper.thread(keeper.records.load_all):
         box = Box(record, Store(keeper.paths.checkpoints, record.sandbox_id))
@@ -64,7 +65,7 @@ async def _one(keeper: Keeper, box: Box) -> None:
         record, state=state, reason=record.reason if record.state is State.LOST else reason, making=""
     )
     if state is State.DESTROYED:
-        await keeper.thread(keeper._clear, box)
+        await keeper.thread(keeper.clear, box)
         return
     if found is not None:
         keeper.live(box, found[0], found[1], found[2])

@@ -25,7 +25,8 @@ from envkeeper import freezer, mounts, preflight, upper
 from envkeeper.agentlink import AgentLink
 from envkeeper.criu import Criu, DumpPlan
 from envkeeper.engine import BOUND, Life
-from envkeeper.store import FORMAT, FileDigest, Manifest, RecipeRecord, Store, sync_filesystem
+from envkeeper.recipe import Recipe
+from envkeeper.store import FORMAT, FileDigest, Manifest, Store, sync_filesystem
 
 CRIU_FOLDER = "criu"
 
@@ -39,7 +40,7 @@ class Subject:
     boundary: int
     context_digest: str
     life: Life
-    recipe: RecipeRecord
+    recipe: Recipe
 
 
 @dataclass(slots=True)

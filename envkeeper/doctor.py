@@ -16,8 +16,8 @@ from belayer.paths import Paths
 from envkeeper import freezer, host, restore, upper
 from envkeeper.agentlink import AgentLink, open_pidfd
 from envkeeper.checkpoint import Checkpointer, Subject
-from envkeeper.engine import Recipe
-from envkeeper.store import RecipeRecord, Store
+from envkeeper.recipe import Recipe
+from envkeeper.store import Store
 
 _LOAD = b"""
 X=41; cd /var; (exec 8>/lock; flock 8 2>/dev/null || true; i=0; while :; do i=$((i+1)); echo $i >/n; sleep 0.02; done) &
@@ -45,11 +45,15 @@ def examine(config: Envkeeper, prefix: Path = host.PREFIX) -> list[str]:
 
 def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
     engine, name = found.engine, "doctor"
-    recipe = Recipe(engine.pin(config.image), str(found.agent), name, config.memory_mb, config.cpus, config.pids, {})
-    record = RecipeRecord(
-        image_id=recipe.image_id, agent=recipe.agent, hostname=name, memory_mb=recipe.memory_mb,
-        cpus=recipe.cpus, pids=recipe.pids, env={},
-    )  # fmt: skip
+    recipe = Recipe(
+        image_id=engine.pin(config.image),
+        agent=str(found.agent),
+        hostname=name,
+        memory_mb=config.memory_mb,
+        cpus=config.cpus,
+        pids=config.pids,
+        env={},
+    )
     watch = Stopwatch()
     container = engine.create(recipe, name, "doctor.1")
     engine.start(container)
@@ -62,7 +66,7 @@ def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
         link.run(1, _LOAD, 10.0, 4096)
         store = Store(paths.checkpoints, name)
         checkpointer = Checkpointer(found.criu, found.versions, config.checkpoint_timeout_s)
-        manifest, _, _ = checkpointer.run(Subject(name, "doctor.1", 1, "", life, record), link, store)
+        manifest, _, _ = checkpointer.run(Subject(name, "doctor.1", 1, "", life, recipe), link, store)
         restore.fence(pidfd, freezer.of_process(life.pid))
     finally:
         os.close(pidfd)

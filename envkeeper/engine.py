@@ -20,24 +20,11 @@ import docker.errors
 import requests
 
 from belayer.errors import BelayerError, HostUnfit, RestoreFailed, SandboxLost
+from envkeeper.recipe import Recipe
 
 AGENT_IN_SANDBOX = "/.belayer/agent"
 LABEL = "belayer"
 BOUND = frozenset({AGENT_IN_SANDBOX, "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"})
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """All that is needed to make the same container again; recorded with every checkpoint. ``image_id`` pins the
-    content; ``agent`` is the host's path of the very binary that runs as PID 1."""
-
-    image_id: str
-    agent: str
-    hostname: str
-    memory_mb: int
-    cpus: float
-    pids: int
-    env: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """Sandboxes of one host: requests come in, the table in ``core`` decides, and this shell does it in that order.
 
+Here: the boxes, making and ending them, and watching for their death. What happens in them is in ``acting``, what is
+kept of them in ``prefix``.
+
 One gate per sandbox keeps actions and checkpoints apart (an action that comes during a checkpoint waits, it is not
 refused). Restore and destroy do not queue at the gate: they are decided at once by the state. Blocking work (agent,
 Docker, CRIU, copies) runs in threads; all states change in the event loop only.
@@ -12,20 +15,15 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from belayer.clock import Stopwatch
 from belayer.config import Envkeeper
 from belayer.errors import (
     BelayerError,
-    ClaimTaken,
     Fenced,
     Refused,
-    RestoreFailed,
     SandboxLost,
     SandboxUnknown,
     from_code,
@@ -34,29 +32,24 @@ from belayer.ids import is_name, new_sandbox_id
 from belayer.messages.sandbox import (
     CreateSandbox,
     DestroySandbox,
-    ExecAction,
-    FullCheckpoint,
-    FullRestore,
-    InjectSandboxFault,
-    Observation,
 )
 from belayer.paths import Paths
 from belayer.procs import boot_id, start_time
-from envkeeper import freezer, restore, upper
-from envkeeper.agentlink import MAX_COMMAND, ActionResult, AgentError, AgentLink, open_pidfd
-from envkeeper.checkpoint import Checkpointer, Draft, Subject
+from envkeeper import freezer, restore
+from envkeeper.agentlink import AgentLink, open_pidfd
 from envkeeper.core import Event, Go, Refuse, State, decide
-from envkeeper.engine import Life, Recipe
+from envkeeper.engine import Life
 from envkeeper.host import Host
+from envkeeper.recipe import Recipe
 from envkeeper.records import Records, SandboxRecord
-from envkeeper.store import Manifest, RecipeRecord, Store
+from envkeeper.store import Manifest, Store
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Box:
-    """One sandbox. ``pidfd`` is -1 when it has no life; it is closed only by ``Keeper._let_go``."""
+    """One sandbox. ``pidfd`` is -1 when it has no life; it is closed only by ``Keeper.let_go``."""
 
     record: SandboxRecord
     store: Store
@@ -76,10 +69,7 @@ class Keeper:
         self.config, self.paths, self.host, self.log = config, paths, host, log
         self.boxes: dict[str, Box] = {}
         self.records = Records(paths.state / "sandboxes")
-        self.restorer = restore.Restorer(host.engine, paths.checkpoints / ".restores", host.search)
         paths.checkpoints.mkdir(mode=0o700, exist_ok=True)
-        reflink = upper.shares_blocks(Path(host.versions["data_root"]), paths.checkpoints)
-        self._checkpointer = Checkpointer(host.criu, host.versions, config.checkpoint_timeout_s, reflink=reflink)
         self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="env")
         self._chores: set[asyncio.Future[None]] = set()
 
@@ -91,7 +81,7 @@ class Keeper:
             raise Refused(f"{sandbox_id!r} is no name: 1-48 of a-z 0-9 _ . -")
         if sandbox_id in self.boxes:
             raise Refused(f"there is a sandbox {sandbox_id} already", remedy="destroy it, or take another name")
-        recipe = RecipeRecord(
+        recipe = Recipe(
             image_id="",
             agent=str(self.host.agent),
             hostname=sandbox_id,
@@ -110,149 +100,23 @@ class Keeper:
             life, pidfd, link = await self.thread(self._make, box)
         except BelayerError:
             self.go(box, Event.CREATE_FAILED, "could not be made")
-            await self.thread(self._clear, box)
+            await self.thread(self.clear, box)
             del self.boxes[sandbox_id]
             raise
         self.live(box, life, pidfd, link)
         self.go(box, Event.CREATED)
-        self._save(box, durable=True)
+        self.save(box, durable=True)
         return box
-
-    async def exec(self, ask: ExecAction) -> Observation:
-        """A committed observation, or SandboxLost: never an error text that looks like one (promise E5)."""
-        box = self.box(ask.sandbox_id)
-        command = ask.command.encode("utf-8", errors="surrogateescape")
-        if len(command) > MAX_COMMAND or "\0" in ask.command:
-            raise Refused(f"a command of {len(command)} bytes, or one with a NUL, cannot be an action")
-        async with box.gate:
-            self._current(box, ask.incarnation, ask.boundary)
-            self.go(box, Event.ACT)
-            link, number = _alive(box), box.record.boundary + 1
-            timeout = ask.timeout_s or self.config.action_timeout_s
-            watch = Stopwatch()
-            try:
-                result = await self.thread(link.run, number, command, timeout, self.config.max_output_bytes)
-            except (SandboxLost, AgentError, OSError) as why:
-                await self._lose(box, number, str(why))
-            if box.record.state is not State.ACTING:
-                await self._lose(box, number, "it died in the moment of its answer")
-            box.record = msgspec.structs.replace(box.record, boundary=number, context_digest=ask.context_digest)
-            self.go(box, Event.COMMITTED)
-            self._save(box, durable=False)
-            return _observation(box.record, result, watch.ms())
-
-    async def checkpoint(self, ask: FullCheckpoint) -> tuple[Box, float, dict[str, float]]:
-        """The box with its new READY, total milliseconds and those of the phases."""
-        box = self.box(ask.sandbox_id)
-        watch = Stopwatch()
-        async with box.publishing:  # in order: READY never moves back
-            async with box.gate:
-                draft = await self._capture(box, ask)
-            # From here on actions run: what was captured is a private copy.
-            manifest, digest, phases = await self.thread(self._checkpointer.publish, draft, box.store)
-            box.ready, box.ready_digest = manifest, digest
-            self.log.info(
-                "ready", sandbox=ask.sandbox_id, checkpoint=manifest.checkpoint_id, boundary=manifest.boundary
-            )
-            total = watch.ms()
-            await self.thread(box.store.prune, self.config.keep_checkpoints)
-        return box, total, phases
-
-    async def _capture(self, box: Box, ask: FullCheckpoint) -> Draft:
-        self._current(box, ask.incarnation, ask.boundary)
-        self.go(box, Event.CAPTURE)
-        link, record, life = _alive(box), box.record, box.life
-        assert life is not None
-        subject = Subject(
-            record.sandbox_id, record.incarnation, record.boundary, ask.context_digest, life, record.recipe
-        )
-        try:
-            draft = await self.thread(self._checkpointer.capture, subject, link, box.store)
-        except BelayerError as why:
-            self.go(box, Event.DIED if isinstance(why, SandboxLost) else Event.CAPTURE_FAILED, str(why))
-            if box.record.state is State.LOST:
-                self._save(box, durable=True)
-                raise SandboxLost(f"the sandbox died during a checkpoint: {why.message}") from why
-            raise
-        self.go(box, Event.CAPTURED, f"frozen {draft.frozen_ms:.0f} ms")
-        return draft
-
-    async def restore(self, ask: FullRestore) -> tuple[Box, Manifest, restore.Restored, float]:
-        """Into a fresh container; the old life is fenced first. Of two at once one gets ClaimTaken."""
-        box = self.box(ask.sandbox_id)
-        async with box.publishing:  # a captured prefix on its way to READY is worth waiting for
-            wanted = ask.checkpoint_id or (box.ready.checkpoint_id if box.ready else "")
-        if not wanted:
-            raise RestoreFailed(f"{ask.sandbox_id} has no READY checkpoint", remedy="start a new sandbox")
-        watch = Stopwatch()
-        # Before anything is touched: a checkpoint that cannot be read must not cost a living sandbox.
-        manifest, _ = await self.thread(box.store.load, wanted)
-        record = box.record
-        if ask.incarnation and ask.incarnation != record.incarnation:
-            raise ClaimTaken(f"{ask.incarnation} is restored already, as {record.incarnation}")
-        self.go(box, Event.RESTORE, wanted)
-        incarnation = f"{record.sandbox_id}.{record.lives + 1}"
-        try:
-            box.store.claim(record.incarnation, f"{os.getpid()} {wanted}")
-            self._save(box, durable=False)
-            await self._fence(box)
-            fenced = watch.ms()
-            back = await self.thread(
-                self.restorer.run,
-                manifest,
-                box.store,
-                incarnation,
-                self.config.restore_timeout_s,
-                partial(self._making, box),
-            )
-        except BelayerError as why:
-            self.go(box, Event.RESTORE_FAILED, str(why))
-            self._save(box, durable=True, making="")
-            if not isinstance(why, ClaimTaken):
-                box.store.release(record.incarnation)
-            raise
-        back.phases_ms["fence"] = fenced
-        old = record.container_id
-        box.record = msgspec.structs.replace(
-            box.record,
-            incarnation=incarnation,
-            lives=record.lives + 1,
-            boundary=manifest.boundary,
-            context_digest=manifest.context_digest,
-            recipe=manifest.recipe,
-            making="",
-        )
-        self.live(box, back.life, back.pidfd, back.link)
-        self.go(box, Event.PROVED, back.proof)
-        self._save(box, durable=True)
-        self._chore(self.host.engine.remove, old)
-        return box, manifest, back, watch.ms()
 
     async def destroy(self, ask: DestroySandbox) -> Box:
         box = self.box(ask.sandbox_id)
         self.go(box, Event.DESTROY)
-        self._save(box, durable=True)
-        await self._fence(box)
+        self.save(box, durable=True)
+        await self.fence(box)
         async with box.publishing, box.gate:  # an action that was in flight has told its caller by now
-            await self.thread(self._clear, box, ask.keep_checkpoints)
+            await self.thread(self.clear, box, ask.keep_checkpoints)
         self.boxes.pop(ask.sandbox_id, None)
         return box
-
-    async def inject(self, ask: InjectSandboxFault) -> tuple[int, str, float]:
-        """SIGKILL to PID 1 of the sandbox; returns (pid, what was seen, milliseconds). Refused unless it lives."""
-        box = self.box(ask.sandbox_id)
-        if ask.kind != "kill":
-            raise Refused(f"there is no sandbox fault {ask.kind!r}; there is: kill")
-        _alive(box)
-        pid, container, watch = box.record.pid, box.record.container_id, Stopwatch()
-        pidfd = os.dup(box.pidfd)
-        try:
-            await self.thread(restore.fence, pidfd, None)
-        finally:
-            os.close(pidfd)
-        ms = watch.ms()
-        why = await self.thread(self.host.engine.why_dead, container)
-        return pid, f"pidfd of PID 1 readable (dead); Docker: {why}", ms
 
     # ---- for requests and adoption ----
 
@@ -288,7 +152,7 @@ class Keeper:
 
     def live(self, box: Box, life: Life, pidfd: int, link: AgentLink) -> None:
         """Take a proven life into service and watch for its death."""
-        self._let_go(box)
+        self.let_go(box)
         box.life, box.pidfd, box.link = life, pidfd, link
         box.record = msgspec.structs.replace(
             box.record,
@@ -314,9 +178,8 @@ class Keeper:
     # ---- inside ----
 
     def _make(self, box: Box) -> tuple[Life, int, AgentLink]:
-        kept, engine = box.record.recipe, self.host.engine
-        recipe = Recipe(kept.image_id, kept.agent, kept.hostname, kept.memory_mb, kept.cpus, kept.pids, dict(kept.env))
-        container_id = engine.create(recipe, box.record.sandbox_id, box.record.incarnation)
+        engine = self.host.engine
+        container_id = engine.create(box.record.recipe, box.record.sandbox_id, box.record.incarnation)
         box.record = msgspec.structs.replace(box.record, container_id=container_id)
         self.records.save(box.record, durable=True)
         engine.start(container_id)
@@ -330,7 +193,7 @@ class Keeper:
             raise
         return life, pidfd, link
 
-    def _clear(self, box: Box, keep_checkpoints: bool = False) -> None:
+    def clear(self, box: Box, keep_checkpoints: bool = False) -> None:
         for container_id in (box.record.container_id, box.record.making):
             if container_id:
                 self.host.engine.remove(container_id)
@@ -338,12 +201,7 @@ class Keeper:
             box.store.destroy()
         self.records.forget(box.record.sandbox_id)
 
-    def _making(self, box: Box, container_id: str) -> None:
-        """Called in the restorer's thread; nothing else changes the record of a sandbox in RESTORING."""
-        box.record = msgspec.structs.replace(box.record, making=container_id)
-        self.records.save(box.record, durable=False)
-
-    async def _fence(self, box: Box) -> None:
+    async def fence(self, box: Box) -> None:
         if box.pidfd < 0:
             if box.record.container_id:  # its agent did not answer at adoption: dead or hung, nobody knows
                 await self.thread(self.host.engine.remove, box.record.container_id)
@@ -353,9 +211,9 @@ class Keeper:
         if box.life is not None and start_time(box.life.pid) == box.record.start_time:
             group = await self.thread(_group_of, box.life.pid)
         await self.thread(restore.fence, box.pidfd, group)
-        self._let_go(box)
+        self.let_go(box)
 
-    def _let_go(self, box: Box) -> None:
+    def let_go(self, box: Box) -> None:
         if box.pidfd >= 0:
             asyncio.get_running_loop().remove_reader(box.pidfd)
             os.close(box.pidfd)
@@ -367,24 +225,9 @@ class Keeper:
             return
         during = f" in the middle of action {box.record.boundary + 1}" if box.record.state is State.ACTING else ""
         self.go(box, Event.DIED, f"its PID 1 died{during}")
-        self._save(box, durable=True)
+        self.save(box, durable=True)
 
-    async def _lose(self, box: Box, number: int, why: str) -> NoReturn:
-        """The end of action ``number`` was not seen: no observation, no replay."""
-        if box.record.state is State.ACTING:
-            self.go(box, Event.FATE_UNKNOWN, f"action {number}: {why}")
-            self._save(box, durable=True)
-        docker = await self.thread(self.host.engine.why_dead, box.record.container_id)
-        raise SandboxLost(
-            f"{box.record.sandbox_id} was lost in action {number} ({why}; Docker: {docker}): "
-            "what the action did is unknown",
-            kept=f"checkpoint {box.ready.checkpoint_id} at boundary {box.ready.boundary}"
-            if box.ready
-            else "no checkpoint",
-            remedy="restore, and generate again from that boundary" if box.ready else "start a new sandbox",
-        )
-
-    def _current(self, box: Box, incarnation: str, boundary: int) -> None:
+    def current(self, box: Box, incarnation: str, boundary: int) -> None:
         """The one gate for stale requests."""
         record = box.record
         if record.state is State.RUNNING and (incarnation, boundary) != (record.incarnation, record.boundary):
@@ -393,12 +236,12 @@ class Keeper:
                 f"{record.sandbox_id} is {record.incarnation} at {record.boundary}"
             )
 
-    def _save(self, box: Box, *, durable: bool, making: str | None = None) -> None:
+    def save(self, box: Box, *, durable: bool, making: str | None = None) -> None:
         if making is not None:
             box.record = msgspec.structs.replace(box.record, making=making)
         self.records.save(box.record, durable=durable)
 
-    def _chore(self, function: Callable[..., None], *args: Any) -> None:
+    def chore(self, function: Callable[..., None], *args: Any) -> None:
         """Work that nobody waits for; the next start does it when this life does not get to it."""
         future = asyncio.ensure_future(self.thread(function, *args))
         self._chores.add(future)
@@ -410,7 +253,7 @@ class Keeper:
             self.log.warning("chore failed", why=str(future.exception()))
 
 
-def _alive(box: Box) -> AgentLink:
+def alive(box: Box) -> AgentLink:
     if box.link is None or box.record.state not in (State.RUNNING, State.ACTING, State.CAPTURING):
         raise SandboxLost(f"{box.record.sandbox_id} has no living container ({box.record.reason or box.record.state})")
     return box.link
@@ -421,17 +264,3 @@ def _group_of(pid: int) -> freezer.Freezer | None:
         return freezer.of_process(pid)
     except FileNotFoundError:
         return None
-
-
-def _observation(record: SandboxRecord, result: ActionResult, ms: float) -> Observation:
-    return Observation(
-        sandbox_id=record.sandbox_id,
-        incarnation=record.incarnation,
-        boundary=record.boundary,
-        stdout=result.stdout.decode("utf-8", errors="replace"),
-        stderr=result.stderr.decode("utf-8", errors="replace"),
-        exit_code=result.code,
-        ms=round(ms, 3),
-        timed_out=result.timed_out,
-        truncated=result.truncated,
-    )

@@ -13,7 +13,7 @@ import msgspec
 
 from belayer import statefile
 from envkeeper.core import State
-from envkeeper.store import RecipeRecord
+from envkeeper.recipe import Recipe
 
 
 class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,7 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     incarnation: str
     lives: int
-    recipe: RecipeRecord
+    recipe: Recipe
     container_id: str = ""
     pid: int = 0
     start_time: int = 0

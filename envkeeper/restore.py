@@ -29,7 +29,7 @@ from envkeeper import upper
 from envkeeper.agentlink import AgentLink, open_pidfd
 from envkeeper.checkpoint import CRIU_FOLDER
 from envkeeper.criu import RESTORE_CONFIG, first_error
-from envkeeper.engine import Engine, Life, Recipe
+from envkeeper.engine import Engine, Life
 from envkeeper.freezer import Freezer
 from envkeeper.store import Manifest, Store
 
@@ -94,7 +94,7 @@ class Restorer:
         watch, phases = Stopwatch(), dict[str, float]()
         with ThreadPoolExecutor(max_workers=1) as pool:
             hashes = pool.submit(store.verify, manifest)
-            container_id = self._engine.create(_recipe(manifest), manifest.sandbox_id, incarnation)
+            container_id = self._engine.create(manifest.recipe, manifest.sandbox_id, incarnation)
             try:
                 made(container_id)
                 phases["create"] = watch.lap()
@@ -172,8 +172,3 @@ class Restorer:
         for name in (container_id, f"{container_id}.used", f"{container_id}.started"):
             (CLAIMS / name).unlink(missing_ok=True)
         shutil.rmtree(self._work / container_id, ignore_errors=True)
-
-
-def _recipe(manifest: Manifest) -> Recipe:
-    kept = manifest.recipe
-    return Recipe(kept.image_id, kept.agent, kept.hostname, kept.memory_mb, kept.cpus, kept.pids, dict(kept.env))

@@ -19,16 +19,18 @@ from belayer.messages.common import Done, FaultProof, Ping, Pong
 from belayer.paths import Paths
 from belayer.rpc import Server
 from envkeeper import host
+from envkeeper.acting import Acting
 from envkeeper.adopt import adopt
 from envkeeper.keeper import Box, Keeper
+from envkeeper.prefix import Prefixes
 from envkeeper.store import Manifest
 
 NAME = "envkeeper"
 
 
 class Service:
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper, self._instance = keeper, new_instance()
+    def __init__(self, keeper: Keeper, acting: Acting, prefixes: Prefixes) -> None:
+        self._keeper, self._acting, self._prefixes, self._instance = keeper, acting, prefixes, new_instance()
 
     async def handle(self, ask: Any) -> msgspec.Struct:
         keeper = self._keeper
@@ -38,9 +40,9 @@ class Service:
             case m.CreateSandbox():
                 return info(await keeper.create(ask))
             case m.ExecAction():
-                return await keeper.exec(ask)
+                return await self._acting.exec(ask)
             case m.FullCheckpoint():
-                box, total, phases = await keeper.checkpoint(ask)
+                box, total, phases = await self._prefixes.checkpoint(ask)
                 assert box.ready is not None
                 return checkpoint_info(box.ready, box.ready_digest, total, phases)
             case m.FullRestore():
@@ -55,12 +57,12 @@ class Service:
                 await keeper.destroy(ask)
                 return Done(ms=watch.ms(), detail="checkpoints kept" if ask.keep_checkpoints else "nothing kept")
             case m.InjectSandboxFault():
-                pid, seen, ms = await keeper.inject(ask)
+                pid, seen, ms = await self._acting.inject(ask)
                 return FaultProof(fault=f"{ask.kind}-sandbox", target=ask.sandbox_id, pid=pid, seen=seen, ms=ms)
         raise BadMessage(f"envkeeper does not know {type(ask).__name__}")
 
     async def _restore(self, ask: m.FullRestore) -> m.RestoreInfo:
-        box, manifest, back, total = await self._keeper.restore(ask)
+        box, manifest, back, total = await self._prefixes.restore(ask)
         return m.RestoreInfo(
             sandbox_id=manifest.sandbox_id,
             incarnation=box.record.incarnation,
@@ -121,8 +123,9 @@ async def run(config: Config, paths: Paths, stop: asyncio.Event, prefix: Path = 
     paths.make()
     only = OnlyOne(paths.run, NAME)
     keeper = Keeper(config.envkeeper, paths, found, logger)
-    await adopt(keeper)
-    server = Server(paths.envkeeper_sock, m.Request, Service(keeper).handle)
+    prefixes = Prefixes(keeper)
+    await adopt(keeper, prefixes.restorer)
+    server = Server(paths.envkeeper_sock, m.Request, Service(keeper, Acting(keeper), prefixes).handle)
     logger.info("ready", sandboxes=len(keeper.boxes), **found.versions)
     notify("READY=1")
     try:

@@ -25,6 +25,7 @@ import msgspec
 
 from belayer.errors import CheckpointIncomplete, ClaimTaken, RestoreFailed
 from belayer.statefile import fsync_dir, write_bytes
+from envkeeper.recipe import Recipe
 
 MANIFEST, READY = "manifest.json", "READY"
 FORMAT = 1
@@ -34,18 +35,6 @@ Step = Callable[[str], None]
 class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     sha256: str
-
-
-class RecipeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """engine.Recipe as it is kept on disk."""
-
-    image_id: str
-    agent: str
-    hostname: str
-    memory_mb: int
-    cpus: float
-    pids: int
-    env: dict[str, str]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +48,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     context_digest: str
     parent: str
     made_at: float
-    recipe: RecipeRecord
+    recipe: Recipe
     nonce_sha256: str
     stdio: tuple[str, ...]
     versions: dict[str, str]

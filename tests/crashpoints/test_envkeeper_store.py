@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from belayer.errors import ClaimTaken, RestoreFailed
-from envkeeper.store import FORMAT, READY, FileDigest, Manifest, RecipeRecord, Store
+from envkeeper.recipe import Recipe
+from envkeeper.store import FORMAT, READY, FileDigest, Manifest, Store
 
 STEPS = ["hashed", "manifest", "synced", "renamed", "named", "ready"]
-RECIPE = RecipeRecord(image_id="sha256:0", agent="/a", hostname="h", memory_mb=1, cpus=1.0, pids=1, env={})
+RECIPE = Recipe(image_id="sha256:0", agent="/a", hostname="h", memory_mb=1, cpus=1.0, pids=1, env={})
 
 
 class StoppedError(Exception):
