@@ -1,0 +1,170 @@
+"""A Docker of the test's own (dockerd and containerd apart), so that either can be killed at will.
+
+Own data root, exec root, socket and pid files below one folder; nothing of the host's Docker is touched. ``binaries``
+puts another Docker's programs first on PATH (for example an unpacked Docker 28).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import docker
+import docker.errors
+import requests
+
+from tests.support.wait import eventually
+
+RUNTIME = Path("/opt/belayer/bin/belayer-runtime")
+
+
+@dataclass
+class PrivateDocker:
+    """``root`` must be short (unix sockets) and on the file system that holds the checkpoints."""
+
+    root: Path
+    binaries: Path | None = None
+    runtime: Path = RUNTIME
+    extra: dict[str, object] = field(default_factory=dict)
+    dockerd: subprocess.Popen[bytes] | None = None
+    containerd: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.root}/d.sock"
+
+    @property
+    def _address(self) -> Path:
+        return self.root / "c.sock"
+
+    def start(self) -> PrivateDocker:
+        (self.root / "tmp").mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._write_config()
+        self.start_containerd()
+        self.start_dockerd()
+        return self
+
+    def start_containerd(self) -> None:
+        self.containerd = self._spawn("containerd", "--config", str(self.root / "containerd.toml"))
+        eventually(self._address.exists, within=30, what=f"containerd listens; see {self.root}/containerd.log")
+
+    def start_dockerd(self) -> None:
+        (self.root / "d.pid").unlink(missing_ok=True)  # a killed dockerd leaves it, and a new one then refuses
+        self.dockerd = self._spawn(
+            "dockerd", "--config-file", str(self.root / "daemon.json"), "--containerd", str(self._address)
+        )
+        eventually(self.answers, within=60, what=f"dockerd answers; see {self.root}/dockerd.log", every=0.05)
+
+    def client(self) -> docker.APIClient:
+        return docker.APIClient(base_url=self.url, timeout=60, version="auto")
+
+    def answers(self) -> bool:
+        assert self.dockerd is not None
+        assert self.dockerd.poll() is None, (self.root / "dockerd.log").read_text()[-3000:]
+        try:
+            client = docker.APIClient(base_url=self.url, timeout=5, version="1.40")
+            try:
+                return bool(client.ping())
+            finally:
+                client.close()
+        except (docker.errors.DockerException, requests.exceptions.RequestException):
+            return False
+
+    def take_image(self, name: str) -> None:
+        """Copy an image of the host's Docker into this one, through a pipe."""
+        save = subprocess.Popen(["docker", "save", name], stdout=subprocess.PIPE)
+        subprocess.run(["docker", "-H", self.url, "load", "-q"], stdin=save.stdout, check=True, capture_output=True)
+        assert save.wait(60) == 0
+
+    def kill_dockerd(self) -> None:
+        """SIGKILL, and proof. Containers and their shims live on (live-restore)."""
+        self._kill(self.dockerd)
+
+    def kill_containerd(self) -> None:
+        self._kill(self.containerd)
+        self._address.unlink(missing_ok=True)
+
+    def shims(self) -> dict[str, int]:
+        """Container id -> pid of its containerd-shim."""
+        out = {}
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit():
+                continue
+            with suppress(OSError):
+                words = (folder / "cmdline").read_bytes().split(b"\0")
+                if b"containerd-shim" in words[0] and os.fsencode(self._address) in words:
+                    out[words[words.index(b"-id") + 1].decode()] = int(folder.name)
+        return out
+
+    def pids(self) -> list[int]:
+        """Every process of this Docker: daemons, shims and what they hold."""
+        daemons = [child.pid for child in (self.dockerd, self.containerd) if child is not None and child.poll() is None]
+        return [*daemons, *self.shims().values()]
+
+    def mounts(self) -> list[str]:
+        rows = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
+        return [point for point in rows if point.startswith(f"{self.root}/")]
+
+    def stop(self) -> None:
+        """End everything of this Docker; its folder is empty afterwards."""
+        if self.dockerd is not None and self.dockerd.poll() is None:
+            client = self.client()
+            try:
+                for row in client.containers(all=True):
+                    with suppress(docker.errors.NotFound):
+                        client.remove_container(row["Id"], force=True, v=True)
+            finally:
+                client.close()
+        for child in (self.dockerd, self.containerd):
+            if child is not None and child.poll() is None:
+                child.terminate()
+                try:
+                    child.wait(20)
+                except subprocess.TimeoutExpired:
+                    child.kill()
+                    child.wait(10)
+        for pid in self.shims().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for point in sorted(self.mounts(), reverse=True):
+            subprocess.run(["umount", "-l", point], check=True)
+        shutil.rmtree(self.root)
+
+    def _spawn(self, program: str, *args: str) -> subprocess.Popen[bytes]:
+        path = os.environ["PATH"] if self.binaries is None else f"{self.binaries}:{os.environ['PATH']}"
+        found = shutil.which(program, path=path)
+        assert found, f"no {program} on {path}"
+        env = {**os.environ, "PATH": path, "TMPDIR": str(self.root / "tmp")}
+        with (self.root / f"{program}.log").open("ab") as log:
+            return subprocess.Popen([found, *args], env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def _write_config(self) -> None:
+        toml = f'version = 2\nroot = "{self.root}/cr"\nstate = "{self.root}/cs"\n'
+        toml += 'disabled_plugins = ["io.containerd.grpc.v1.cri"]\n'
+        toml += f'[grpc]\naddress = "{self._address}"\n'
+        (self.root / "containerd.toml").write_text(toml)
+        config: dict[str, object] = {
+            "data-root": f"{self.root}/data",
+            "exec-root": f"{self.root}/x",
+            "pidfile": f"{self.root}/d.pid",
+            "hosts": [self.url],
+            "bridge": "none",
+            "iptables": False,
+            "live-restore": True,
+            "storage-driver": "overlay2",
+            "log-driver": "json-file",
+            "runtimes": {"belayer": {"path": str(self.runtime)}},
+        }
+        (self.root / "daemon.json").write_text(json.dumps(config | self.extra))
+
+    @staticmethod
+    def _kill(child: subprocess.Popen[bytes] | None) -> None:
+        assert child is not None
+        child.send_signal(signal.SIGKILL)
+        assert child.wait(10) == -signal.SIGKILL
