@@ -60,7 +60,7 @@ async def _one(keeper: Keeper, box: Box) -> None:
     )
     if record.making:
         await keeper.thread(keeper.host.engine.remove, record.making)
-    box.store.release(record.incarnation)  # whoever held it was in the former life, of which there is one at a time
+    await keeper.thread(box.store.claims.settle, record.incarnation)
     box.record = msgspec.structs.replace(
         record, state=state, reason=record.reason if record.state is State.LOST else reason, making=""
     )

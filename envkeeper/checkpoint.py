@@ -24,9 +24,11 @@ from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused
 from envkeeper import freezer, mounts, preflight, upper
 from envkeeper.agentlink import AgentLink
 from envkeeper.criu import Criu, DumpPlan
+from envkeeper.disk import sync_filesystem
 from envkeeper.engine import BOUND, Life
+from envkeeper.failpoints import Point, reach
 from envkeeper.recipe import Recipe
-from envkeeper.store import FORMAT, FileDigest, Manifest, Store, sync_filesystem
+from envkeeper.store import FORMAT, FileDigest, Manifest, Store
 
 CRIU_FOLDER = "criu"
 
@@ -61,6 +63,7 @@ class _Frozen:
         """CRIU's pre-dump: freeze, look, start copying."""
         self.watch = Stopwatch()
         self.group.freeze()
+        reach(Point.CAPTURE_FROZEN)
         self.phases["freeze"] = self.watch.lap()
         pid = self.subject.life.pid
         findings = preflight.judge(pid, preflight.scan(self.group.pids()), self.split.foreign)
@@ -72,6 +75,7 @@ class _Frozen:
         self.stdio = tuple(os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3))
         self.phases["preflight"] = self.watch.lap()
         self.copy = self.pool.submit(self._copy)
+        reach(Point.CAPTURE_COPYING)
 
     def _copy(self) -> upper.Captured:
         watch = Stopwatch()
@@ -84,7 +88,9 @@ class _Frozen:
         assert self.watch is not None
         assert self.copy is not None
         self.phases["dump"] = self.watch.lap()
+        reach(Point.CAPTURE_DUMPED)
         self.copy.result()
+        reach(Point.CAPTURE_COPIED)
         self.phases["copy_rest"] = self.watch.lap()
 
     def thaw(self) -> float:
@@ -132,7 +138,9 @@ class Checkpointer:
         watch, phases = Stopwatch(), dict[str, float]()
         nonce = secrets.token_bytes(32)
         with _nothing_left(subject, store, store.begin(subject.boundary)) as folder:
+            reach(Point.CAPTURE_BEGUN)
             link.set_nonce(nonce)
+            reach(Point.CAPTURE_NONCE)
             if self._reflink:  # a clone writes dirty pages out first: not while frozen. A copy reads them from memory.
                 sync_filesystem(subject.life.upper)
             phases["sync_upper"] = watch.lap()
@@ -169,6 +177,7 @@ class Checkpointer:
         finally:
             # Also after a CRIU that was killed: its tasks are detached, and the group may be left either way.
             frozen_ms = frozen.thaw()
+            reach(Point.CAPTURE_THAWED)
             if frozen.copy is not None:
                 frozen.copy.exception()  # the folder must not be discarded under a running copy
         assert frozen.copy is not None

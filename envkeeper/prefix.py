@@ -18,7 +18,7 @@ from envkeeper import restore, upper
 from envkeeper.checkpoint import Checkpointer, Draft, Subject
 from envkeeper.core import Event, State
 from envkeeper.keeper import Box, Keeper, alive
-from envkeeper.store import Manifest
+from envkeeper.store import Manifest, Store
 
 
 class Prefixes:
@@ -45,7 +45,7 @@ class Prefixes:
                 "ready", sandbox=ask.sandbox_id, checkpoint=manifest.checkpoint_id, boundary=manifest.boundary
             )
             total = watch.ms()
-            await self._keeper.thread(box.store.prune, self._keeper.config.keep_checkpoints)
+            await self._keeper.thread(_prune, box.store, self._keeper.config.keep_checkpoints)
         return box, total, phases
 
     async def _capture(self, box: Box, ask: FullCheckpoint) -> Draft:
@@ -82,8 +82,9 @@ class Prefixes:
             raise ClaimTaken(f"{ask.incarnation} is restored already, as {record.incarnation}")
         self._keeper.go(box, Event.RESTORE, wanted)
         incarnation = f"{record.sandbox_id}.{record.lives + 1}"
+        claim = None
         try:
-            box.store.claim(record.incarnation, f"{os.getpid()} {wanted}")
+            claim = box.store.claim(record.incarnation, wanted, f"envkeeper {os.getpid()}")
             self._keeper.save(box, durable=False)
             await self._keeper.fence(box)
             fenced = watch.ms()
@@ -98,8 +99,8 @@ class Prefixes:
         except BelayerError as why:
             self._keeper.go(box, Event.RESTORE_FAILED, str(why))
             self._keeper.save(box, durable=True, making="")
-            if not isinstance(why, ClaimTaken):
-                box.store.release(record.incarnation)
+            if claim is not None:
+                box.store.claims.release(claim)
             raise
         back.phases_ms["fence"] = fenced
         old = record.container_id
@@ -115,6 +116,7 @@ class Prefixes:
         self._keeper.live(box, back.life, back.pidfd, back.link)
         self._keeper.go(box, Event.PROVED, back.proof)
         self._keeper.save(box, durable=True)
+        box.store.claims.change(claim, spent=True)
         self._keeper.chore(self._keeper.host.engine.remove, old)
         return box, manifest, back, watch.ms()
 
@@ -122,3 +124,10 @@ class Prefixes:
         """Called in the restorer's thread; nothing else changes the record of a sandbox in RESTORING."""
         box.record = msgspec.structs.replace(box.record, making=container_id)
         self._keeper.records.save(box.record, durable=False)
+
+
+def _prune(store: Store, keep: int) -> None:
+    pointer = store.ready()
+    spare = [row.checkpoint_id for row in store.all() if not pointer or row.checkpoint_id != pointer.checkpoint_id]
+    for name in spare[: max(0, len(spare) + 1 - keep)]:
+        store.remove(name)

@@ -1,34 +1,41 @@
 """Checkpoints on disk: complete and READY, or as if they had never been (promises E2, E6, E8).
 
-    <root>/<sandbox>/tmp/<id>/      being written; the only thing that recovery deletes
+    <root>/<sandbox>/tmp/<id>/      being written or removed; the only thing that recovery deletes
     <root>/<sandbox>/ck/<id>/       complete: criu/*, upper.index, upper.pack, manifest.json
     <root>/<sandbox>/READY          {checkpoint id, sha256 of its manifest}
     <root>/<sandbox>/claims/<life>  made with O_EXCL: the one right to restore what this life lost
+    <root>/<sandbox>/lineage        where its lives came from (envkeeper.lineage)
+    <root>/<sandbox>/lock           flock of claims and removals
 
 The order of ``publish`` is the protocol: every byte is on disk (one syncfs: per-file fsync is ten times slower with
 many files) and hashed before the folder gets its name, the name is on disk before READY moves. A crash at any point
-leaves the previous READY in effect; ``crash tests`` stop after each named step and open the store again.
+leaves the previous READY in effect; crash tests stop after each named step, and build the disks that a power cut could
+leave from the calls of ``disk``.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from belayer.errors import CheckpointIncomplete, ClaimTaken, RestoreFailed
-from belayer.statefile import fsync_dir, write_bytes
+from belayer.errors import CheckpointIncomplete, RestoreFailed
+from envkeeper.claims import Claim, Claims
+from envkeeper.disk import Disk
+from envkeeper.failpoints import Point, reach
 from envkeeper.recipe import Recipe
+from envkeeper.seal import Seal
 
 MANIFEST, READY = "manifest.json", "READY"
 FORMAT = 1
+ANCESTORS = 64
 Step = Callable[[str], None]
 
 
@@ -38,7 +45,9 @@ class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """``nonce_sha256``: of what only the dumped memory of PID 1 holds. ``stdio``: where its descriptors 0-2 led."""
+    """``nonce_sha256``: of what only the dumped memory of PID 1 holds. ``stdio``: where its descriptors 0-2 led.
+    ``parent``: READY before it; ``ancestors``: that one and those before it, the nearest last: only they are the same
+    attempt (what a rewind left behind is not). ``key_id``: of the key it is sealed with, "" for none."""
 
     format: int
     checkpoint_id: str
@@ -56,6 +65,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     upper_entries: int
     frozen_ms: float
     phases_ms: dict[str, float] = {}
+    key_id: str = ""
+    ancestors: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -67,58 +78,127 @@ class ReadyPointer(msgspec.Struct, frozen=True, kw_only=True):
     manifest_sha256: str
 
 
-def no_step(_: str) -> None:
-    return
+def publish_step(name: str) -> None:
+    reach(Point(f"publish.{name}"))
 
 
 class Store:
-    """Checkpoints of one sandbox. ``step`` is called with its name after each step of ``publish``."""
+    """Checkpoints of one sandbox. ``step`` is called with its name after each step of ``publish``. With ``seal``,
+    what lies here is encrypted, and ``begin`` gives a folder on a tmpfs."""
 
-    def __init__(self, root: Path, sandbox_id: str, step: Step = no_step) -> None:
-        self.home = root / sandbox_id
-        self._tmp, self._done, self._claims = self.home / "tmp", self.home / "ck", self.home / "claims"
-        self._step = step
+    def __init__(
+        self,
+        root: Path,
+        sandbox_id: str,
+        step: Step = publish_step,
+        *,
+        disk: Disk | None = None,
+        seal: Seal | None = None,
+    ) -> None:
+        self.home, self.sandbox_id = root / sandbox_id, sandbox_id
+        self._tmp, self._done = self.home / "tmp", self.home / "ck"
+        self._step, self._disk, self._seal = step, disk or Disk(), seal
+        self.claims = Claims(self.home / "claims", self.home / "lock", self._disk)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in (self.home, self._tmp, self._done, self._claims):
-            folder.mkdir(mode=0o700, exist_ok=True)
+        for folder in (self.home, self._tmp, self._done, self.home / "claims"):
+            self._disk.mkdir(folder)
 
     def recover(self) -> list[str]:
-        """Delete what was being written when a former life ended; the names of what went."""
+        """Delete what was being written or removed when a former life ended; the names of what went."""
         gone = sorted(path.name for path in self._tmp.iterdir())
         for name in gone:
-            shutil.rmtree(self._tmp / name)
+            self._disk.remove_tree(self._tmp / name)
+        if self._seal is not None:
+            self._seal.clear(self.sandbox_id)
         return gone
+
+    # ---- publication ----
 
     def begin(self, boundary: int) -> Path:
         """A fresh folder to write a checkpoint into; its name is the checkpoint's id."""
-        folder = self._tmp / f"k{boundary}-{secrets.token_hex(4)}"
-        folder.mkdir(mode=0o700)
-        (folder / "criu").mkdir(mode=0o700)
+        name = f"k{boundary}-{secrets.token_hex(6)}"
+        folder = self._tmp / name if self._seal is None else self._seal.scratch / self.sandbox_id / name
+        for path in (folder.parent, folder, folder / "criu"):  # `parents` would make them open to others
+            path.mkdir(mode=0o700, exist_ok=path == folder.parent)
         return folder
 
     def discard(self, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self._tmp / folder.name, ignore_errors=True)
 
     def publish(self, folder: Path, make: Callable[[dict[str, FileDigest]], Manifest]) -> tuple[Manifest, str]:
         """Hash, write the manifest, sync, rename, move READY. ``make`` builds the manifest from the digests.
         Returns it with its own digest."""
+        if self._seal is not None:
+            self._seal.close_folder(folder, self._tmp / folder.name)
+            shutil.rmtree(folder)
+            folder = self._tmp / folder.name
         digests = hash_tree(folder)
         self._step("hashed")
-        manifest = make(digests)
+        key_id = "" if self._seal is None else self._seal.key_id
+        manifest = msgspec.structs.replace(make(digests), key_id=key_id, ancestors=self._ancestors())
         data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-        (folder / MANIFEST).write_bytes(data)
+        self._disk.write(folder / MANIFEST, data)
         self._step("manifest")
         _close_to_others(folder)
-        sync_filesystem(folder)
+        self._disk.sync_all(folder)
         self._step("synced")
-        os.rename(folder, self._done / folder.name)
+        self._disk.rename(folder, self._done / folder.name)
         self._step("renamed")
-        fsync_dir(self._done)
+        self._disk.sync_dir(self._done)
         self._step("named")
-        pointer = ReadyPointer(checkpoint_id=folder.name, manifest_sha256=hashlib.sha256(data).hexdigest())
-        write_bytes(self.home / READY, msgspec.json.encode(pointer))
+        self._point(folder.name, data)
         self._step("ready")
-        return manifest, pointer.manifest_sha256
+        return manifest, hashlib.sha256(data).hexdigest()
+
+    def _ancestors(self) -> tuple[str, ...]:
+        pointer = self.ready()
+        if pointer is None:
+            return ()
+        try:
+            before, _ = self.load(pointer.checkpoint_id)
+        except RestoreFailed:
+            return (pointer.checkpoint_id,)
+        return (*before.ancestors, pointer.checkpoint_id)[-ANCESTORS:]
+
+    def point(self, checkpoint_id: str) -> None:
+        """READY to a complete checkpoint: after a rewind, what lies after it is an abandoned attempt, and a later
+        restore must not bring that back. Raises RestoreFailed when it is gone."""
+        try:
+            self._point(checkpoint_id, (self._done / checkpoint_id / MANIFEST).read_bytes())
+        except FileNotFoundError as why:
+            raise RestoreFailed(f"checkpoint {checkpoint_id} is gone") from why
+
+    def point_at_nothing(self) -> None:
+        """No checkpoint is READY: the sandbox began again from its image."""
+        self._disk.unlink(self.home / READY)
+        self._disk.sync_dir(self.home)
+
+    def take_from(self, other: Store, checkpoint_id: str) -> None:
+        """Share a checkpoint of another sandbox (hard links: no bytes are copied) and make it READY here. It stays
+        whole when the other one is removed. Raises RestoreFailed when it is gone."""
+        source, target = other.folder(checkpoint_id), self._tmp / checkpoint_id
+        with other.claims.locked():  # nothing of it is removed meanwhile
+            if not (source / MANIFEST).exists():
+                raise RestoreFailed(f"{other.sandbox_id} has no checkpoint {checkpoint_id}")
+            for path in sorted([source, *source.rglob("*")]):
+                name = target / path.relative_to(source)
+                if path.is_dir():
+                    self._disk.mkdir(name)
+                else:
+                    self._disk.link(path, name)
+        for folder in (target, target / "criu"):
+            self._disk.sync_dir(folder)
+        self._disk.rename(target, self._done / checkpoint_id)
+        for folder in (self._done, self.home, self.home.parent):
+            self._disk.sync_dir(folder)
+        self.point(checkpoint_id)
+
+    def _point(self, checkpoint_id: str, manifest: bytes) -> None:
+        pointer = ReadyPointer(checkpoint_id=checkpoint_id, manifest_sha256=hashlib.sha256(manifest).hexdigest())
+        self._disk.replace(self.home / READY, msgspec.json.encode(pointer))
+
+    # ---- reading ----
 
     def ready(self) -> ReadyPointer | None:
         """None when no checkpoint was ever published. Raises CheckpointIncomplete when READY is damaged."""
@@ -129,7 +209,9 @@ class Store:
         try:
             return msgspec.json.decode(data, type=ReadyPointer)
         except msgspec.DecodeError as why:
-            raise CheckpointIncomplete(f"{self.home / READY} is damaged: {why}") from why
+            raise CheckpointIncomplete(
+                f"{self.home / READY} is damaged: {why}", remedy="restore a checkpoint by its id"
+            ) from why
 
     def all(self) -> list[Manifest]:
         """Complete checkpoints, oldest first. A folder whose manifest cannot be read is not one."""
@@ -178,37 +260,56 @@ class Store:
                     remedy="restore an older one by its id",
                 )
 
-    def claim(self, life: str, claimant: str) -> None:
-        """Take the one right to restore what ``life`` lost. Raises ClaimTaken."""
+    @contextmanager
+    def opened(self, manifest: Manifest, user: str) -> Iterator[Path]:
+        """The checkpoint's files in the plain, below a folder: its own, or for a sealed one a decrypted copy on the
+        tmpfs for ``user`` (an incarnation), removed afterwards. Raises RestoreFailed."""
+        if not manifest.key_id:
+            yield self.folder(manifest.checkpoint_id)
+            return
+        if self._seal is None or self._seal.key_id != manifest.key_id:
+            raise RestoreFailed(
+                f"checkpoint {manifest.checkpoint_id} is sealed with key {manifest.key_id}, which is not configured",
+                kept="the checkpoint",
+                remedy="name that key in envkeeper.encrypt_key_file",
+            )
+        name = f"{self.sandbox_id}/for-{user}"
         try:
-            fd = os.open(self._claims / life, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except FileExistsError as why:
-            raise ClaimTaken(
-                f"the right to restore {life} is taken", kept="the other restorer's sandbox", remedy="wait for it"
-            ) from why
-        with os.fdopen(fd, "w") as file:
-            file.write(claimant)
-            file.flush()
-            os.fsync(file.fileno())
-        fsync_dir(self._claims)
+            plain = self._seal.scratch / name
+            self._seal.open_folder(self.folder(manifest.checkpoint_id), plain, manifest.files)
+            yield plain
+        finally:
+            self._seal.clear(name)
 
-    def release(self, life: str) -> None:
-        """Give a claim back: only after what was being made under it has been seen dead."""
-        (self._claims / life).unlink(missing_ok=True)
+    # ---- claims and removal ----
 
-    def prune(self, keep: int) -> list[str]:
-        """Remove the oldest beyond ``keep``; READY stays. The names of what went."""
-        pointer = self.ready()
-        spare = [row.checkpoint_id for row in self.all() if not pointer or row.checkpoint_id != pointer.checkpoint_id]
-        gone = spare[: max(0, len(spare) + 1 - keep)]
-        for name in gone:
-            # First out of sight, in one step: a half deleted folder must not look like a checkpoint.
-            os.rename(self._done / name, self._tmp / name)
-            shutil.rmtree(self._tmp / name)
-        return gone
+    def claim(self, life: str, checkpoint_id: str, claimant: str) -> Claim:
+        """Take the one right to restore what ``life`` lost ("" names no checkpoint: from the image). Raises ClaimTaken,
+        or RestoreFailed when the checkpoint has gone."""
+        with self.claims.locked():
+            if checkpoint_id and not (self._done / checkpoint_id / MANIFEST).exists():
+                raise RestoreFailed(f"checkpoint {checkpoint_id} is gone", remedy="restore another one")
+            return self.claims.take(life, checkpoint_id, claimant)
+
+    def remove(self, checkpoint_id: str) -> bool:
+        """False when a claim protects it (or it is gone already): then nothing was touched."""
+        with self.claims.locked():
+            if self.claims.protects(checkpoint_id) or not (self._done / checkpoint_id).exists():
+                return False
+            # Out of sight in one step: a half deleted folder must not look like a checkpoint.
+            self._disk.rename(self._done / checkpoint_id, self._tmp / f"{checkpoint_id}.gone")
+        self._disk.remove_tree(self._tmp / f"{checkpoint_id}.gone")
+        return True
+
+    def protects(self, checkpoint_id: str) -> bool:
+        with self.claims.locked():
+            return self.claims.protects(checkpoint_id)
 
     def destroy(self) -> None:
+        """The whole store of an ended sandbox. Forks keep what they share."""
         shutil.rmtree(self.home, ignore_errors=True)
+        if self._seal is not None:
+            self._seal.clear(self.sandbox_id)
 
 
 def hash_tree(folder: Path, at_once: int = os.cpu_count() or 1) -> dict[str, FileDigest]:
@@ -231,15 +332,3 @@ def _close_to_others(folder: Path) -> None:
     """0700 and 0600: the images hold all memory of the sandbox."""
     for path in folder.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
-
-
-def sync_filesystem(path: Path) -> None:
-    """syncfs(2) of the file system that holds ``path``. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.syncfs(fd):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), str(path))
-    finally:
-        os.close(fd)

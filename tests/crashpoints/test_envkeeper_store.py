@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
-import threading
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from belayer.errors import ClaimTaken, RestoreFailed
 from envkeeper.recipe import Recipe
 from envkeeper.store import FORMAT, READY, FileDigest, Manifest, Store
 
+TREE = Path(__file__).parents[2]
 STEPS = ["hashed", "manifest", "synced", "renamed", "named", "ready"]
 RECIPE = Recipe(image_id="sha256:0", agent="/a", hostname="h", memory_mb=1, cpus=1.0, pids=1, env={})
 
@@ -124,36 +129,157 @@ def test_ready_is_never_guessed(tmp_path: Path) -> None:
         store.ready()
 
 
-def test_of_many_claimants_one_wins(tmp_path: Path) -> None:
+def test_claims_are_consumed_once_and_protect_until_spent(tmp_path: Path) -> None:
     store = Store(tmp_path, "sb")
-    won, lost = [], []
-    start = threading.Barrier(8)
-
-    def race(name: str) -> None:
-        start.wait(10)
-        try:
-            Store(tmp_path, "sb").claim("sb.1", name)
-            won.append(name)
-        except ClaimTaken:
-            lost.append(name)
-
-    threads = [threading.Thread(target=race, args=(str(n),)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert (len(won), len(lost)) == (1, 7)
-    store.release("sb.1")
-    store.claim("sb.1", "again")
-    store.claim("sb.2", "another life")
+    made = write(store, 1).checkpoint_id
+    claim = store.claim("sb.1", made, "me")
+    with pytest.raises(ClaimTaken, match="taken by me"):
+        store.claim("sb.1", made, "another")
+    store.claim("sb.2", made, "of another life")
+    assert not store.remove(made)
+    assert store.load(made)[0].boundary == 1
+    store.claims.change(claim, spent=True)
+    with pytest.raises(ClaimTaken):
+        store.claim("sb.1", made, "too late")
+    assert not store.remove(made), "sb.2 still claims it"
+    store.claims.settle("sb.2")
+    assert store.remove(made)
+    assert store.all() == []
+    with pytest.raises(RestoreFailed, match="is gone"):
+        store.claim("sb.2", made, "after it went")
 
 
-def test_pruning_keeps_the_newest_and_ready(tmp_path: Path) -> None:
+def test_a_claim_is_given_back_only_by_its_holder(tmp_path: Path) -> None:
     store = Store(tmp_path, "sb")
-    made = [write(store, boundary).checkpoint_id for boundary in range(1, 7)]
-    assert store.prune(3) == made[:3]
-    assert [row.checkpoint_id for row in store.all()] == made[3:]
-    pointer = store.ready()
+    made = write(store, 1).checkpoint_id
+    first = store.claim("sb.1", made, "one")
+    store.claims.settle("sb.1")  # a new envkeeper: the old holder is dead
+    second = store.claim("sb.1", made, "two")
+    assert first.uuid != second.uuid
+    store.claims.release(first)
+    with pytest.raises(ClaimTaken, match="by two"):
+        store.claim("sb.1", made, "three")
+    with pytest.raises(ClaimTaken, match="no longer ours"):
+        store.claims.change(first, spent=True)
+
+
+def test_a_claim_that_cannot_be_read_protects_everything(tmp_path: Path) -> None:
+    store = Store(tmp_path, "sb")
+    made = write(store, 1).checkpoint_id
+    (tmp_path / "sb" / "claims" / "sb.1").write_bytes(b"")  # its writer was killed between open and write
+    assert not store.remove(made)
+    store.claims.settle("sb.1")
+    assert store.remove(made)
+
+
+RACE = """
+import sys
+from pathlib import Path
+from belayer.errors import BelayerError
+from envkeeper.store import Store
+store = Store(Path(sys.argv[1]), "sb")
+kind, made = sys.argv[2], sys.argv[3].split()
+print("there", flush=True)
+sys.stdin.readline()
+for life, one in enumerate(made):
+    if kind == "remove":
+        print(f"removed {one}" if store.remove(one) else f"kept {one}", flush=True)
+        continue
+    try:
+        claim = store.claim(f"life-{life}", one, kind)
+        store.verify(store.load(one)[0])
+        print(f"won {one}", flush=True)
+    except BelayerError as why:
+        print(f"{type(why).__name__} {one}", flush=True)
+"""
+
+
+def test_racing_processes_get_one_winner_and_no_claimed_checkpoint_is_removed(tmp_path: Path) -> None:
+    """Four processes claim forty checkpoints while two remove them: each goes to one claimant, whole, or is removed."""
+    store = Store(tmp_path, "sb")
+    made = [write(store, boundary).checkpoint_id for boundary in range(1, 41)]
+    kinds = ["a", "b", "c", "d", "remove", "remove"]
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACE, str(tmp_path), kind, " ".join(made)],
+            cwd=TREE,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for kind in kinds
+    ]
+    for racer in racers:
+        assert racer.stdout is not None
+        assert racer.stdout.readline() == "there\n"
+    for racer in racers:
+        assert racer.stdin is not None
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    said = [line.split() for racer in racers for line in racer.communicate(timeout=60)[0].splitlines()]
+    assert all(racer.returncode == 0 for racer in racers)
+    assert len(said) == len(kinds) * len(made)
+    for one in made:
+        words = [word for word, which in said if which == one]
+        if "removed" in words:
+            assert "won" not in words
+            assert words.count("RestoreFailed") == 4
+        else:
+            assert words.count("won") == 1
+            assert words.count("ClaimTaken") == 3
+            store.verify(store.load(one)[0])
+
+
+def test_a_killed_claimant_or_remover_blocks_nobody(tmp_path: Path) -> None:
+    store = Store(tmp_path, "sb")
+    made = write(store, 1).checkpoint_id
+    code = (
+        "import sys; from pathlib import Path; from envkeeper.store import Store\n"
+        "store = Store(Path(sys.argv[1]), 'sb')\n"
+        "with store.claims.locked():\n    print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=TREE, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    fd = os.open(tmp_path / "sb" / "lock", os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
+    holder.kill()
+    assert holder.wait(10) == -signal.SIGKILL
+    holder.stdout.close()
+    store.claim("sb.1", made, "me")
+
+
+def test_a_shared_checkpoint_has_no_second_copy_and_outlives_its_source(tmp_path: Path) -> None:
+    source = Store(tmp_path, "sb")
+    made = write(source, 3, b"p" * 100_000)
+    for name in ("f1", "f2"):
+        fork = Store(tmp_path, name)
+        fork.take_from(source, made.checkpoint_id)
+        pages = fork.folder(made.checkpoint_id) / "criu" / "pages-1.img"
+        assert pages.stat().st_ino == (source.folder(made.checkpoint_id) / "criu" / "pages-1.img").stat().st_ino
+    source.destroy()
+    manifest, digest = fork.load(made.checkpoint_id)
+    fork.verify(manifest)
+    pointer = fork.ready()
     assert pointer is not None
-    assert pointer.checkpoint_id == made[-1]
-    assert store.prune(1) == made[3:5]
+    assert (pointer.checkpoint_id, pointer.manifest_sha256) == (made.checkpoint_id, digest)
+    with pytest.raises(RestoreFailed, match="has no checkpoint"):
+        Store(tmp_path, "f3").take_from(Store(tmp_path, "f1"), "k9-00")
+
+
+def test_ancestors_are_one_attempt_and_not_what_a_rewind_left_behind(tmp_path: Path) -> None:
+    store = Store(tmp_path, "sb")
+    one, two, three = (write(store, boundary).checkpoint_id for boundary in (1, 2, 3))
+    store.point(one)
+    other = write(store, 2)
+    assert store.load(three)[0].ancestors == (one, two)
+    assert other.ancestors == (one,)
+    store.point_at_nothing()
+    assert store.ready() is None
+    assert write(store, 1).ancestors == ()
+    with pytest.raises(RestoreFailed, match="is gone"):
+        store.point("k9-00")
