@@ -3,9 +3,9 @@
 #
 # Why a prefix: CRIU 4.1 (Debian 13) passes `criu check` and then fails on any TCP socket on kernels >= 6.16, and Debian 12 has
 # no CRIU at all. The build of Debian's unstable suite works on both, but wants a newer libc than they have, so it is unpacked
-# beside the system with its own loader and libraries. The host's apt configuration is not changed: lists, cache and source file
-# are private to this step.
+# beside the system with its own loader and libraries.
 . "$(dirname "$0")/lib.sh"
+. "$ROOT/setup/sid.sh"
 
 criu=$PREFIX/criu/usr/sbin/criu
 want=4.2
@@ -21,17 +21,12 @@ if [ -n "$have" ] && at_least "$have" "$want" && "$criu" check >/dev/null 2>&1; 
 fi
 need_root
 python=$("$ROOT/setup/python.sh") || die "no Python 3.11-3.13" "run setup/packages.sh first"
-read -r uri keyring _ < <("$python" "$ROOT/setup/apt_sources.py") ||
-  die "no Debian mirror in this machine's apt sources" "add a deb entry for the release under /etc/apt/sources.list.d" 2
 
 mkdir -p "$PREFIX"
 work=$(mktemp -d "$PREFIX/.criu.XXXXXX") # beside its target: the last move is a rename
 trap 'rm -rf "$work"' EXIT
-mkdir -p "$work/lists/partial" "$work/cache/archives/partial" "$debs"
-printf 'Types: deb\nURIs: %s\nSuites: sid\nComponents: main\nSigned-By: %s\n' "$uri" "$keyring" >"$work/sid.sources"
-private=(-o "Dir::Etc::sourcelist=$work/sid.sources" -o Dir::Etc::sourceparts=/dev/null -o Dir::Etc::preferencesparts=/dev/null
-  -o "Dir::State::lists=$work/lists" -o "Dir::Cache=$work/cache" -o APT::Sandbox::User=root
-  -o Acquire::Languages=none)
+mkdir -p "$debs"
+sid_open "$work"
 
 fetch() {
   apt-get "${private[@]}" update
@@ -43,7 +38,7 @@ fetch() {
 }
 
 if ! ls "$debs"/criu_*.deb >/dev/null 2>&1; then
-  long "downloading CRIU and its libraries" "the mirror $uri must serve the suite sid; see the log" fetch
+  long "downloading CRIU and its libraries" "the mirror $SID_URI must serve the suite sid; see the log" fetch
 fi
 
 unpack() {
