@@ -49,7 +49,8 @@ class Model(_Section, frozen=True, kw_only=True):
 
 class Slot(_Section, frozen=True, kw_only=True):
     """One engine. ``hang_limit_s``: silence of the scheduler loop that counts as a hang, outside announced phases.
-    ``kv_bytes``: size of the KV arena."""
+    ``kv_bytes``: size of the KV arena. ``kv_reuse``: a new main goes on with the KV blocks that the killed one had
+    finished, instead of computing the context again; it trusts that a main which died wrote no wrong numbers before."""
 
     name: str
     model: str
@@ -60,6 +61,7 @@ class Slot(_Section, frozen=True, kw_only=True):
     max_num_batched_tokens: PositiveInt = 2048
     max_num_seqs: PositiveInt = 64
     threads: PositiveInt = 1
+    kv_reuse: bool = False
     hang_limit_s: Positive = 2.0
     start_deadline_s: Positive = 180.0
 

@@ -4,7 +4,8 @@ Each repetition streams one seeded request with about 400 tokens of context, bre
 and reads on to the end. The clock starts when the signal is sent and ends at the first token that the new main made,
 as the client reads it over HTTP. A repetition counts only if its tokens equal those of the unfailed run.
 
-Two models: SmolLM2-135M, where re-reading the context dominates, and a tiny random one, where the mechanism does.
+Two models: SmolLM2-135M, where re-reading the context dominates, and a tiny random one, where the mechanism does; the
+former also with ``kv_reuse``, where the new main finds the context in the arena.
 Baselines of the same run: a cold restart of the leanest engine and of vLLM's own server, from exec to first token.
 """
 
@@ -127,9 +128,9 @@ class Figures:
     steps: dict[str, list[float]]
 
 
-def measure(model: Path, times: int) -> Figures:
+def measure(model: Path, times: int, slot: str = "") -> Figures:
     root = Path(tempfile.mkdtemp(prefix="belayer-bench-"))
-    config = demo_config(model, free_port(), slots=1, extra_slot=f"hang_limit_s = {HANG_LIMIT_S}", extra=EXTRA)
+    config = demo_config(model, free_port(), slots=1, extra_slot=f"hang_limit_s = {HANG_LIMIT_S}\n{slot}", extra=EXTRA)
     out = Figures([], [], [], {})
     with LocalHost(root, config) as host:
         host.start(ROLLOUT)
@@ -157,8 +158,9 @@ def main() -> int:
     times = 2 if arguments.quick else 12
     tiny = make_tiny(MODEL.parent / "tiny-qwen3", MODEL)
     report = Report("handover")
-    for model, suffix in ((MODEL, ""), (tiny, "_tiny")):
-        figures = measure(model, times)
+    runs = ((MODEL, "", ""), (MODEL, "_reuse", "kv_reuse = true"), (tiny, "_tiny", ""))
+    for model, suffix, slot in runs:
+        figures = measure(model, times, slot)
         colds = [engine_seconds(model) for _ in range(1 if arguments.quick else 3)]
         servers = [server_seconds(model) for _ in range(1 if arguments.quick else 2)]
         server, engine = min(servers), min(colds)

@@ -26,6 +26,7 @@ from belayer.messages import worker as m
 from belayer.messages.common import Done, Ping, Pong
 from belayer.rpc import to_reply
 from belayerd.worker.adapter.core import Core
+from belayerd.worker.adapter.reuse import Reuse
 from belayerd.worker.heart import EVERY_S, Heart
 from belayerd.worker.priority import come_back
 from belayerd.worker.standby import same_oracle, take_oracle
@@ -118,9 +119,10 @@ class Engine:
         weights: WeightsView,
         arena: ArenaView,
         vocab: int,
+        reuse: Reuse | None = None,
     ) -> None:
         self._line, self._core, self._heart, self._standing = line, core, heart, standing
-        self._weights, self._arena, self._vocab = weights, arena, vocab
+        self._weights, self._arena, self._vocab, self._reuse = weights, arena, vocab, reuse
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._plain = MsgpackDecoder()
         self._control: wire.Decoder[Any] = wire.Decoder(m.Request)
@@ -192,8 +194,7 @@ class Engine:
             case m.TakeArena(epoch=epoch):
                 return self._take_arena(epoch)
             case m.FlushCache():
-                self._flush()
-                return Done(ms=watch.ms(), detail="prefix cache empty, no block held")
+                return Done(detail=self._flush_and_adopt(), ms=watch.ms())
             case m.Unpark():
                 return Done(ms=watch.ms(), detail="CPU: no graph memory was parked")
             case m.CheckOracle(expected=expected):
@@ -219,6 +220,14 @@ class Engine:
     def _flush(self) -> None:
         if not self._core.reset_prefix_cache():
             raise WorkerFailed("the prefix cache cannot be emptied: requests still hold blocks of it")
+
+    def _flush_and_adopt(self) -> str:
+        """Adoption comes after the flush and before the oracle, whose own block could otherwise be one of the last
+        main's."""
+        self._flush()
+        if self._reuse is None or self._arena.epoch < 0:
+            return "prefix cache empty, no block held"
+        return f"prefix cache empty, then {self._reuse.adopt(self._arena.epoch)} finished blocks of the last main"
 
     def _become_main(self, generation: int) -> Done:
         standing = self._standing

@@ -18,8 +18,10 @@ from belayer.heartbeat import Beat
 from belayer.messages.owner import Role
 from belayer.messages.worker import WorkerState
 from belayer.paths import Paths
+from belayerd.worker import blocklog
 from belayerd.worker.adapter import seat, weights
 from belayerd.worker.adapter.core import Core, engine_args
+from belayerd.worker.adapter.reuse import Reuse
 from belayerd.worker.engine import Engine, Line, Outbox, Standing
 from belayerd.worker.heart import Heart
 from belayerd.worker.priority import step_aside
@@ -49,7 +51,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     owner_kv = OwnerClient(paths.owner_sock("kv"), Role.WORKER, worker_id)
     view = WeightsView(owner_weights, slot.model)
     view.verify()
-    arena = ArenaView(owner_kv, slot_name, slot.kv_bytes)
+    arena = ArenaView(owner_kv, slot_name, slot.kv_bytes + blocklog.room(slot.kv_bytes))
     lap("attach")
     seat.take(seat.Seat(weights=view, arena=arena, scheduled=heart.step_begins, stepped=heart.step_ends))
     torch.set_num_threads(slot.threads)
@@ -58,6 +60,8 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     args.seed = int.from_bytes(os.urandom(4), "little")
     core = Core(args, Outbox(line, standing, heart).send)
     core.model_executor.collective_rpc("assert_arena")
+    reuse = Reuse(core, arena.mapping.buffer_from(slot.kv_bytes)) if slot.kv_reuse else None
+    core.after_step = reuse.after_step if reuse else core.after_step
     core.set_weight_version(str(view.grant.version))
     lap("engine")
     vocab = core.vllm_config.model_config.get_vocab_size()
@@ -67,7 +71,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     lap("oracle")
     standing.state = WorkerState.STANDBY
     logger.info("standby", worker=worker_id, **standing.start_ms)
-    Engine(line, core, heart, standing, view, arena, vocab).run()
+    Engine(line, core, heart, standing, view, arena, vocab, reuse).run()
     line.close()
 
 

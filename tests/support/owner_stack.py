@@ -19,19 +19,23 @@ REPO = Path(__file__).resolve().parents[2]
 MODEL = REPO / ".cache/models/SmolLM2-135M-Instruct"
 
 
-class Stack:
-    """``slot`` holds extra lines of the [[slot]] table."""
+ZYGOTE = ("belayerd.worker.zygote",)
 
-    def __init__(self, slot: str = "") -> None:
+
+class Stack:
+    """``slot`` holds extra lines of the [[slot]] table; ``zygote``: module and arguments of one to take instead."""
+
+    def __init__(self, slot: str = "", model: Path = MODEL, zygote: tuple[str, ...] = ZYGOTE) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="blw-", dir="/tmp"))
         self.paths = Paths(self.root).make()
         self.paths.config.write_text(
-            f'[[model]]\nname = "smollm2"\npath = "{MODEL}"\n[[slot]]\nname = "slot0"\nmodel = "smollm2"\n{slot}\n'
+            f'[[model]]\nname = "smollm2"\npath = "{model}"\n[[slot]]\nname = "slot0"\nmodel = "smollm2"\n{slot}\n'
         )
+        self._zygote = zygote
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        zygote = self.daemon("belayerd.worker.zygote")
+        zygote = self.daemon(*self._zygote)
         weights, kv = self.daemon("gpuowner", "--kind", "weights"), self.daemon("gpuowner", "--kind", "kv")
         for daemon, path in (
             (weights, self.paths.owner_sock("weights")),

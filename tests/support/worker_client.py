@@ -106,8 +106,9 @@ class FrontClient:
         assert self.ready is not None
         return self.ready
 
-    def add(self, request: EngineCoreRequest, prefix: list[int] | None = None) -> Stream:
-        stream = self.streams[request.request_id] = Stream()
+    def add(self, request: EngineCoreRequest, prefix: list[int] | None = None, stream: Stream | None = None) -> Stream:
+        """``stream``: what earlier workers said of it, to go on with."""
+        stream = self.streams[request.request_id] = stream or Stream()
         head = msgspec.msgpack.encode(prefix) if prefix else b""
         self.socket.send_multipart([b"add", head, *self._encoder.encode(request)])
         return stream
@@ -133,6 +134,11 @@ class FrontClient:
         for output in outputs.outputs:
             if output.request_id in self.streams:
                 self.streams[output.request_id].take(output, stamp)
+
+    def drain(self) -> None:
+        """Take what a worker said before it died."""
+        while self.socket.poll(0):
+            self.pump(0)
 
     def until(self, condition: Any, timeout: float = 60.0) -> None:
         end = monotonic() + timeout

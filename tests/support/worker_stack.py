@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from belayer.ids import new_worker_id
 from belayer.messages import worker as w
 from belayer.messages.common import Done
 from belayer.seqpacket import SeqClient
-from tests.support.owner_stack import Stack
+from tests.support.owner_stack import MODEL, ZYGOTE, Stack
 from tests.support.wait import eventually
 from tests.support.worker_client import ControlClient, FrontClient
 
@@ -40,11 +41,12 @@ class Worker:
     def become_main(self, epoch: int, generation: int) -> dict[str, float]:
         control = self.control
         took = control.call(w.TakeArena(epoch=epoch), Done).ms
-        control.call(w.FlushCache(), Done)
+        flushed = control.call(w.FlushCache(), Done).detail
+        adopted = re.search(r"then (\d+) finished", flushed)
         oracle = control.call(w.CheckOracle(expected=self.status.oracle), w.OracleReply)
         assert oracle.equal
         control.call(w.BecomeMain(generation=generation), Done)
-        return {"take_ms": took, "oracle_ms": oracle.ms}
+        return {"take_ms": took, "oracle_ms": oracle.ms, "adopted": int(adopted[1]) if adopted else -1}
 
     def close(self) -> None:
         self.control.close()
@@ -54,8 +56,8 @@ class Worker:
 class WorkerStack(Stack):
     """A stack that can spawn workers; they end with it."""
 
-    def __init__(self, slot: str = "") -> None:
-        super().__init__(slot)
+    def __init__(self, slot: str = "", model: Path = MODEL, zygote: tuple[str, ...] = ZYGOTE) -> None:
+        super().__init__(slot, model, zygote)
         self._workers: list[Worker] = []
 
     def spawn(self, within: float = 120.0) -> Worker:

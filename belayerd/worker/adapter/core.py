@@ -53,6 +53,10 @@ def preload(model: Model, slot: Slot) -> None:
     cached_tokenizer_from_config(engine_args(model, slot).create_engine_config().model_config)
 
 
+def _nothing() -> None:
+    pass
+
+
 class _Sink:
     """Stands where vLLM puts its output queue; hands each item on at once, in the loop's own thread."""
 
@@ -84,6 +88,7 @@ class Core(EngineCoreProc):
         self.process_input_queue_block = False
         self.enable_fault_tolerance = False
         self._resumed: set[str] = set()
+        self.after_step: Callable[[], None] = _nothing
         self._internal: list[EngineCoreOutput] = []
         config = args.create_engine_config()
         EngineCore.__init__(self, config, Executor.get_class(config), log_stats=False)
@@ -158,6 +163,7 @@ class Core(EngineCoreProc):
         """One step when there is work; True when the model ran."""
         if self.has_work():
             ran = bool(self._process_engine_step())
+            self.after_step()
             seat().stepped()
             return ran
         self._notify_idle_state_callbacks()
