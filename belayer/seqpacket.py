@@ -6,6 +6,7 @@ puts it in a thread or has nothing else to do. Every descriptor received is clos
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 from pathlib import Path
@@ -20,6 +21,7 @@ from belayer.rpc import decode_reply
 # A sealed layout of some thousand tensors must fit in one packet; the kernel's default send buffer is smaller.
 MAX_PACKET = 4 << 20
 _MAX_FDS = 8
+_INT = array.array("i").itemsize
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -28,14 +30,28 @@ def send(sock: socket.socket, data: bytes, fds: tuple[int, ...] = ()) -> None:
     socket.send_fds(sock, [data], list(fds))
 
 
+def recv_fds(sock: socket.socket, nbytes: int, most: int) -> tuple[bytes, tuple[int, ...], int]:
+    """One packet, its descriptors (close-on-exec) and the flags of recvmsg(2).
+
+    Not ``socket.recv_fds``: up to Python 3.13 it drops the flags that it is given, so that what it receives is
+    inherited by every child that is started later, which then keeps the memory behind it."""
+    room = socket.CMSG_LEN(most * _INT)
+    data, ancillary, flags, _ = sock.recvmsg(nbytes, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, held in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(held[: len(held) - len(held) % _INT])
+    return data, tuple(fds), flags
+
+
 def receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
     """One packet and its descriptors; b"" when the peer has gone. Raises BadMessage for an oversize packet."""
-    data, fds, flags, _ = socket.recv_fds(sock, MAX_PACKET, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    data, fds, flags = recv_fds(sock, MAX_PACKET, _MAX_FDS)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         for fd in fds:
             os.close(fd)
         raise BadMessage(f"packet over {MAX_PACKET} bytes or {_MAX_FDS} descriptors")
-    return data, tuple(fds)
+    return data, fds
 
 
 class SeqClient:

@@ -29,6 +29,7 @@ from belayer.messages import worker as m
 from belayer.messages.common import Ping, Pong
 from belayer.paths import Paths
 from belayer.rpc import to_reply
+from belayer.seqpacket import recv_fds
 
 MAX_REQUEST = 16 << 10
 _JOIN_DEADLINE_S = 5.0
@@ -105,7 +106,7 @@ class Zygote:
 
     def _readable(self, sock: socket.socket) -> None:
         try:
-            data, fds, flags, _ = socket.recv_fds(sock, MAX_REQUEST, 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds, flags = recv_fds(sock, MAX_REQUEST, 1)
         except OSError:
             data, fds, flags = b"", [], 0
         for fd in fds:
