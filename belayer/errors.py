@@ -18,10 +18,12 @@ class ErrorCode(StrEnum):
     WEIGHTS_TORN = "weights_torn"
     WEIGHTS_BROKEN = "weights_broken"
     LEASE_REFUSED = "lease_refused"
+    GPU_UNHEALTHY = "gpu_unhealthy"
     WORKER_GONE = "worker_gone"
     WORKER_FAILED = "worker_failed"
     HANDOVER_FAILED = "handover_failed"
     REQUEST_UNKNOWN = "request_unknown"
+    REQUEST_STALLED = "request_stalled"
     POISON_REQUEST = "poison_request"
     NO_HEALTHY_SLOT = "no_healthy_slot"
     SLOT_UNKNOWN = "slot_unknown"
@@ -93,6 +95,12 @@ class LeaseRefused(BelayerError):
     code = ErrorCode.LEASE_REFUSED
 
 
+class GpuUnhealthy(BelayerError):
+    """A check of the device failed, or did not answer in its bound: nothing resident on it is reused (promise R5)."""
+
+    code = ErrorCode.GPU_UNHEALTHY
+
+
 class WorkerGone(BelayerError):
     code = ErrorCode.WORKER_GONE
 
@@ -109,6 +117,12 @@ class HandoverFailed(BelayerError):
 
 class RequestUnknown(BelayerError):
     code = ErrorCode.REQUEST_UNKNOWN
+
+
+class RequestStalled(BelayerError):
+    """A worker that lives had the request and said nothing about it within the bound (promise R6)."""
+
+    code = ErrorCode.REQUEST_STALLED
 
 
 class PoisonRequest(BelayerError):
