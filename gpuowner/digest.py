@@ -1,22 +1,41 @@
 """Digests of sealed bytes: sha256 of each 64 MiB chunk, and one over all of them.
 
-Chunks let a check start before all is read, and name the place that differs.
+Chunks let a check start before all is read, run on several cores (hashlib lets go of the interpreter lock), and name
+the place that differs.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 CHUNK = 64 << 20
 
 
-def chunk_digests(buffer: Any) -> Iterator[bytes]:
-    """sha256 of each chunk of a bytes-like object, in order; the last chunk may be short."""
+def chunk_count(nbytes: int) -> int:
+    return -(-nbytes // CHUNK)
+
+
+def chunk_digest(view: memoryview, index: int) -> bytes:
+    """sha256 of chunk ``index`` of a byte view; the last chunk may be short."""
+    return hashlib.sha256(view[index * CHUNK : (index + 1) * CHUNK]).digest()
+
+
+def chunk_digests(buffer: Any, threads: int = 1) -> Iterator[bytes]:
+    """sha256 of each chunk of a bytes-like object, in order."""
     view = memoryview(buffer).cast("B")
-    for start in range(0, len(view), CHUNK):
-        yield hashlib.sha256(view[start : start + CHUNK]).digest()
+    return digests_of(view, range(chunk_count(len(view))), threads)
+
+
+def digests_of(view: memoryview, chunks: Iterable[int], threads: int = 1) -> Iterator[bytes]:
+    """Digests of the chunks named, in that order."""
+    if threads <= 1:
+        yield from (chunk_digest(view, index) for index in chunks)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        yield from pool.map(lambda index: chunk_digest(view, index), chunks)
 
 
 def root_digest(chunks: tuple[bytes, ...], nbytes: int) -> str:
@@ -27,10 +46,10 @@ def root_digest(chunks: tuple[bytes, ...], nbytes: int) -> str:
     return whole.hexdigest()
 
 
-def first_difference(buffer: Any, expected: tuple[bytes, ...]) -> int | None:
+def first_difference(buffer: Any, expected: tuple[bytes, ...], threads: int = 1) -> int | None:
     """Index of the first chunk whose digest differs from ``expected``, or None when all are equal."""
     count = 0
-    for index, digest in enumerate(chunk_digests(buffer)):
+    for index, digest in enumerate(chunk_digests(buffer, threads)):
         if index >= len(expected) or digest != expected[index]:
             return index
         count = index + 1

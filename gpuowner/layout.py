@@ -1,120 +1,137 @@
 """Where each tensor of a model lies in the owner's mapping.
 
-Pure. vLLM fuses q|k|v and gate|up of a layer into one parameter. When the parts lie side by side, in that
-order and without a gap, the fused parameter is a plain contiguous view of the same bytes and nothing is
-copied (tensor parallel size 1). A tied output matrix is an alias.
+Pure. Every tensor of the engine is contiguous and stands alone; the file's tensors that fill it are parts of it, so
+vLLM's fused parameters are plain views and nothing is copied (tensor parallel size 1). A tied output matrix is an
+alias.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from belayer.errors import WeightsBroken
 from belayer.messages.owner import TensorSpec
+from gpuowner.recipe import Param, Piece, Recipe, c_strides, merged
 from gpuowner.safetensors_file import ITEM_BYTES, RawTensor, elements
 
 ALIGN = 64  # bytes: a cache line, and enough for every vector load
-
-# Fused name part -> its parts in vLLM's order (vllm.model_executor.models: stacked_params_mapping).
-FUSED: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-_FLOATS = frozenset({"F32", "F16", "BF16"})
+_WIDENS = frozenset({("BF16", "F32"), ("F16", "F32")})  # exact
 
 
-def target_dtype(stored: str, wanted: str) -> str:
-    """Dtype in the mapping: floats become ``wanted`` ("" keeps them), all else stays. Only exact
-    conversions."""
-    if stored not in _FLOATS or wanted in ("", stored):
-        return stored
-    if wanted == "F32":
-        return wanted
-    raise WeightsBroken(
-        f"weights stored as {stored} cannot become {wanted} without loss",
-        kept="nothing was sealed",
-        remedy=f"set dtype of the [[model]] to float32 or to the stored type {stored}",
-    )
+def place(recipe: Recipe, tensors: Mapping[str, RawTensor], dtype: str) -> tuple[tuple[TensorSpec, ...], int]:
+    """Specs of the engine's tensors, of their parts and of tied names, and the size of the mapping in bytes.
 
-
-def _groups(names: list[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """(fused name or "", member names) in file order; a group stands where its first member stood."""
-    present, placed, out = set(names), set[str](), list[tuple[str, tuple[str, ...]]]()
-    for name in names:
-        if name in placed:
-            continue
-        group = _group_of(name, present)
-        placed.update(group[1])
-        out.append(group)
-    return out
-
-
-def _group_of(name: str, present: set[str]) -> tuple[str, tuple[str, ...]]:
-    parts = name.split(".")
-    for fused, members in FUSED.items():
-        for member in members:
-            if member not in parts:
-                continue
-            at = parts.index(member)
-            siblings = tuple(".".join([*parts[:at], one, *parts[at + 1 :]]) for one in members)
-            if all(one in present for one in siblings):
-                return ".".join([*parts[:at], fused, *parts[at + 1 :]]), siblings
-    return "", (name,)
-
-
-def plan(tensors: Mapping[str, RawTensor], dtype: str, tied: Mapping[str, str]) -> tuple[tuple[TensorSpec, ...], int]:
-    """Specs of all tensors, their fused views and their aliases, and the size of the mapping in bytes.
-
-    ``dtype``: safetensors name that floats shall have, "" to keep theirs. ``tied``: alias -> tensor.
+    ``dtype``: safetensors name that floats shall have where the recipe leaves it open, "" to keep theirs. Raises
+    WeightsBroken when a conversion would lose bits, or the parts of a tensor leave a gap or overlap.
     """
+    by_target: dict[str, list[Piece]] = {param.name: [] for param in recipe.params}
+    for piece in merged(recipe.pieces):
+        by_target[piece.target].append(piece)
+    counts: dict[str, int] = {}
+    for pieces in by_target.values():
+        for piece in pieces:
+            counts[piece.source] = counts.get(piece.source, 0) + 1
     specs: list[TensorSpec] = []
     offset = 0
-    for fused, members in _groups([name for name in tensors if name not in tied]):
+    for param in recipe.params:
+        pieces = by_target[param.name]
+        to = _dtype(param, pieces, tensors, dtype)
         offset = -(-offset // ALIGN) * ALIGN
-        start, rows = offset, []
-        for name in members:
-            spec = _spec(tensors[name], target_dtype(tensors[name].dtype, dtype), offset)
-            offset += spec.nbytes
-            rows.append(spec)
+        _disjoint(param, pieces)
+        rows = _rows(param, pieces, to, offset, tensors, counts)
         specs.extend(rows)
-        if fused:
-            specs.append(_fuse(fused, rows, start))
+        offset += rows[0].nbytes
     by_name = {spec.name: spec for spec in specs}
-    for alias, name in tied.items():
-        if name in by_name:
-            base = by_name[name]
-            specs.append(
-                TensorSpec(
-                    name=alias,
-                    dtype=base.dtype,
-                    shape=base.shape,
-                    offset=base.offset,
-                    nbytes=base.nbytes,
-                    alias_of=name,
-                )
-            )
+    specs.extend(_tied(alias, by_name[name]) for alias, name in recipe.tied if name in by_name)
+    specs.extend(
+        TensorSpec(name=name, dtype=tensors[name].dtype, shape=tensors[name].shape, offset=0, nbytes=0, source=name)
+        for name in recipe.unused
+    )
     return tuple(specs), offset
 
 
-def _spec(raw: RawTensor, dtype: str, offset: int) -> TensorSpec:
-    nbytes = elements(raw.shape) * ITEM_BYTES[dtype]
-    return TensorSpec(name=raw.name, dtype=dtype, shape=raw.shape, offset=offset, nbytes=nbytes)
+def _dtype(param: Param, pieces: list[Piece], tensors: Mapping[str, RawTensor], wanted: str) -> str:
+    if not pieces:
+        raise WeightsBroken(f"nothing in the files fills {param.name}", kept="nothing was sealed")
+    for piece in pieces:
+        stored = tensors[piece.source].dtype
+        to = param.dtype or (wanted if stored in ("F32", "F16", "BF16") and wanted else stored)
+        if to != stored and (stored, to) not in _WIDENS:
+            raise WeightsBroken(
+                f"{piece.source} is stored as {stored} and cannot become {to} without loss",
+                kept="nothing was sealed",
+                remedy=f"set dtype of the [[model]] to float32 or to the stored type {stored}",
+            )
+    return to
 
 
-def _fuse(name: str, rows: list[TensorSpec], start: int) -> TensorSpec:
-    first = rows[0]
-    if any(row.shape[1:] != first.shape[1:] or row.dtype != first.dtype for row in rows):
-        raise WeightsBroken(
-            f"{name}: its parts {[(row.name, list(row.shape), row.dtype) for row in rows]} do not stack",
-            kept="nothing was sealed",
-            remedy="the model folder mixes tensors of different models or dtypes",
+def _rows(
+    param: Param,
+    pieces: list[Piece],
+    dtype: str,
+    offset: int,
+    tensors: Mapping[str, RawTensor],
+    counts: Mapping[str, int],
+) -> list[TensorSpec]:
+    item = ITEM_BYTES[dtype]
+    whole = TensorSpec(
+        name=param.name, dtype=dtype, shape=param.shape, offset=offset, nbytes=elements(param.shape) * item,
+        buffer=param.buffer,
+    )  # fmt: skip
+    rows = [whole]
+    for number, piece in enumerate(pieces):
+        name = piece.source if counts[piece.source] == 1 else f"{piece.source}#{number}"
+        row = TensorSpec(
+            name=name,
+            dtype=dtype,
+            shape=piece.shape,
+            offset=offset + piece.offset * item,
+            nbytes=elements(piece.shape) * item,
+            alias_of=param.name,
+            source=piece.source,
+            strides=() if piece.strides == c_strides(piece.shape) else piece.strides,
+            source_offset=piece.source_offset,
+            source_strides=() if piece.source_strides == c_strides(piece.shape) else piece.source_strides,
         )
-    shape = (sum(row.shape[0] for row in rows), *first.shape[1:])
+        if name == param.name and row.shape == whole.shape and not row.strides:
+            rows[0] = TensorSpec(
+                name=name, dtype=dtype, shape=whole.shape, offset=offset, nbytes=whole.nbytes, source=piece.source,
+                source_offset=row.source_offset, source_strides=row.source_strides, buffer=param.buffer,
+            )  # fmt: skip
+        else:
+            rows.append(row if name != param.name else _renamed(row))
+    return rows
+
+
+def _renamed(row: TensorSpec) -> TensorSpec:
+    """A part that bears the name of its whole (a padded vocabulary) steps aside for it."""
     return TensorSpec(
-        name=name,
-        dtype=first.dtype,
-        shape=shape,
-        offset=start,
-        nbytes=sum(row.nbytes for row in rows),
-        alias_of=first.name,
+        name=f"{row.name}#0", dtype=row.dtype, shape=row.shape, offset=row.offset, nbytes=row.nbytes,
+        alias_of=row.alias_of, source=row.source, strides=row.strides, source_offset=row.source_offset,
+        source_strides=row.source_strides,
+    )  # fmt: skip
+
+
+def _tied(alias: str, base: TensorSpec) -> TensorSpec:
+    return TensorSpec(
+        name=alias, dtype=base.dtype, shape=base.shape, offset=base.offset, nbytes=base.nbytes, alias_of=base.name
     )
+
+
+def _disjoint(param: Param, pieces: list[Piece]) -> None:
+    """No element of ``param`` may be written twice: which copy wins would be the loader's accident."""
+    if len(pieces) == 1 and pieces[0].strides == c_strides(pieces[0].shape):
+        inside = pieces[0].offset >= 0 and pieces[0].offset + elements(pieces[0].shape) <= elements(param.shape)
+        if inside:
+            return
+    taken = np.zeros(elements(param.shape), dtype=np.bool_)
+    for piece in pieces:
+        last = piece.offset + sum((n - 1) * s for n, s in zip(piece.shape, piece.strides, strict=True))
+        if piece.offset < 0 or last >= taken.size or min((0, *piece.strides)) < 0:
+            raise WeightsBroken(f"{piece.source} does not fit into {param.name} of shape {list(param.shape)}")
+        part = np.lib.stride_tricks.as_strided(taken[piece.offset :], piece.shape, piece.strides)
+        if part.any():
+            raise WeightsBroken(f"{piece.source} is written over another part of {param.name}")
+        part[...] = True

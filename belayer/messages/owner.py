@@ -19,8 +19,11 @@ class Role(StrEnum):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor of the mapping: ``offset`` in bytes, ``shape`` in elements, C order; ``dtype`` as in safetensors.
-    ``alias_of`` names the tensor whose bytes a tied weight shares."""
+    """One tensor of the mapping: ``offset`` in bytes, ``shape`` in elements; ``dtype`` as in safetensors.
+
+    Without ``alias_of`` it is a tensor of the engine and owns its bytes (none: a name that the engine ignores); with it,
+    it is a part or a tied name of that tensor. ``source``: the file's tensor that fills it. ``strides`` (in the mapping)
+    and ``source_strides`` are in elements, () for C order without a gap; ``source_offset`` in elements."""
 
     name: str
     dtype: str
@@ -28,6 +31,11 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     nbytes: int
     alias_of: str = ""
+    source: str = ""
+    strides: tuple[int, ...] = ()
+    source_offset: int = 0
+    source_strides: tuple[int, ...] = ()
+    buffer: bool = False
 
 
 class Hello(Message, frozen=True, kw_only=True, tag=True):

