@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 
+from gpuowner import hugepages
 from gpuowner.vmem import MAP_NORESERVE, MAP_SHARED, PROT_READ, PROT_WRITE, Mapping
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # fcntl.h; in Python's fcntl only where the libc headers had them
@@ -22,25 +23,48 @@ class Memfd:
 
     name = "memfd"
 
-    def __init__(self, label: str, nbytes: int) -> None:
+    def __init__(self, label: str, nbytes: int, huge_pages: str = "off") -> None:
+        """``huge_pages``: as in ``gpuowner.hugepages``. Raises HostUnfit when the host has none to give."""
         if nbytes <= 0:
             raise ValueError(f"allocation {label!r} of {nbytes} bytes")
-        self.nbytes = nbytes
-        self.fd = os.memfd_create(f"belayer-{label}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        hugepages.there_or_refuse(nbytes, huge_pages)
+        self.nbytes, self.huge_pages = nbytes, huge_pages
+        flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | (os.MFD_HUGETLB if huge_pages == "hugetlb" else 0)
+        self.fd = os.memfd_create(f"belayer-{label}"[:200], flags)
         os.ftruncate(self.fd, nbytes)
         # A re-open through /proc checks the inode's mode: without this, a reader under our uid could open
         # it writable.
         os.fchmod(self.fd, 0o400)
         fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
 
+    @classmethod
+    def adopt(cls, fd: int, nbytes: int) -> Memfd:
+        """Memory of an earlier life by its descriptor, which is ours from now on. Raises OSError when it cannot be
+        that memory."""
+        have = os.fstat(fd).st_size
+        if have != nbytes or not fcntl.fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK:
+            raise OSError(f"a descriptor of {have} bytes is not the sealed memory of {nbytes} bytes")
+        memory = cls.__new__(cls)
+        memory.nbytes, memory.fd = nbytes, fd
+        memory.huge_pages = "hugetlb" if os.fstat(fd).st_blksize >= hugepages.SIZE else "off"
+        return memory
+
     def map_writable(self) -> Mapping:
         """The owner's own mapping; make it before ``seal_writes``, which forbids new ones."""
-        return Mapping(self.fd, self.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE)
+        mapping = Mapping(self.fd, self.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE)
+        if self.huge_pages == "thp":
+            hugepages.advise(mapping.address, self.nbytes)
+        return mapping
 
     def seal_writes(self) -> None:
         """No write(2) and no new writable shared mapping from now on, by anyone; existing ones keep theirs
         (F_SEAL_FUTURE_WRITE, fcntl(2)). F_SEAL_WRITE would be refused with EBUSY while one exists."""
         fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
+
+    def seal_for_ever(self) -> None:
+        """No write by anyone, through anything, ever. Raises OSError (EBUSY) while a writable mapping exists: that it
+        succeeds is the proof that the writer has let go."""
+        fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_WRITE)
 
     def seals(self) -> int:
         return fcntl.fcntl(self.fd, F_GET_SEALS)
