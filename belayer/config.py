@@ -40,17 +40,20 @@ class Gpuowner(_Section, frozen=True, kw_only=True):
 
 class Model(_Section, frozen=True, kw_only=True):
     """``path``: a Hugging Face directory with config.json and safetensors; relative to this file.
-    ``dtype``: what the engine computes in; bf16 files are widened exactly."""
+    ``dtype``: what the engine computes in; bf16 files are widened exactly. ``update``: "swap" writes the next version
+    beside the last one (twice the memory during an update; a version can never be written again), "in_place" over it."""
 
     name: str
     path: str
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    update: Literal["swap", "in_place"] = "swap"
 
 
 class Slot(_Section, frozen=True, kw_only=True):
     """One engine. ``hang_limit_s``: silence of the scheduler loop that counts as a hang, outside announced phases.
     ``kv_bytes``: size of the KV arena. ``kv_reuse``: a new main goes on with the KV blocks that the killed one had
-    finished, instead of computing the context again; it trusts that a main which died wrote no wrong numbers before."""
+    finished, instead of computing the context again; it trusts that a main which died wrote no wrong numbers before. ``spare``: takes no requests until a slot of the same
+    model is quarantined, and then takes its place."""
 
     name: str
     model: str
@@ -62,6 +65,7 @@ class Slot(_Section, frozen=True, kw_only=True):
     max_num_seqs: PositiveInt = 64
     threads: PositiveInt = 1
     kv_reuse: bool = False
+    spare: bool = False
     hang_limit_s: Positive = 2.0
     start_deadline_s: Positive = 180.0
 
@@ -94,11 +98,16 @@ class Envkeeper(_Section, frozen=True, kw_only=True):
     restore_timeout_s: Positive = 60.0
     max_output_bytes: PositiveInt = 1 << 20
     keep_checkpoints: PositiveInt = 4
+    disk_budget_mb: Annotated[int, Meta(ge=0)] = 0
+    disk_low_mb: Annotated[int, Meta(ge=0)] = 0
+    checkpoint_ttl_s: Annotated[float, Meta(ge=0)] = 0.0
+    encrypt_key_file: str = ""
 
 
 class Policy(_Section, frozen=True, kw_only=True):
     """``repeat_window_s``: a second failure this soon after a handover means hardware (promise R7).
-    ``restart_budget``: failed starts of a shadow in a row before the slot is left unprotected and says so."""
+    ``restart_budget``: failed starts of a shadow in a row before the slot is left unprotected and says so.
+    ``alert_command``: program and arguments to run at an alert, which it finds as JSON on its standard input."""
 
     repeat_window_s: Positive = 60.0
     fence_deadline_s: Positive = 10.0
@@ -107,6 +116,7 @@ class Policy(_Section, frozen=True, kw_only=True):
     restart_budget: PositiveInt = 3
     restart_backoff_s: Positive = 1.0
     owner_deadline_s: Positive = 120.0
+    alert_command: tuple[Text, ...] = ()
 
 
 class Config(_Section, frozen=True, kw_only=True):
@@ -212,6 +222,8 @@ def _problems(config: Config) -> Any:
                 f"{where}.hang_limit_s",
                 "must be at least 10 times policy.poll_s, or a late poll looks like a hang",
             )
+        if slot.spare and not any(row.model == slot.model and not row.spare for row in config.slot):
+            yield f"{where}.spare", f"no slot of {slot.model!r} is left that it could replace"
         if slot.start_deadline_s <= slot.hang_limit_s:
             yield f"{where}.start_deadline_s", "must be longer than hang_limit_s"
     if config.router.request_deadline_s <= config.policy.fence_deadline_s + config.policy.step_deadline_s:

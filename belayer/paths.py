@@ -51,6 +51,14 @@ class Paths:
     def owner_sock(self, kind: str) -> Path:
         return self.run / f"owner-{kind}.sock"
 
+    def owner_holder_sock(self, kind: str) -> Path:
+        """The process that keeps an owner's descriptors where systemd does not."""
+        return self.run / f"owner-{kind}-holder.sock"
+
+    def owner_ledger(self, kind: str) -> Path:
+        """What the next life of an owner must know; it means nothing after a reboot, as the memory is gone then."""
+        return self.run / f"owner-{kind}.ledger"
+
     @property
     def zygote_sock(self) -> Path:
         return self.run / "zygote.sock"

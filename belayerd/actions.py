@@ -10,6 +10,7 @@ import msgspec
 from belayer.clock import monotonic
 from belayer.errors import DaemonUnreachable, HandoverFailed, LeaseRefused, OwnerGone, WeightsTorn, WorkerGone
 from belayer.messages.common import Done
+from belayer.messages.owner import ArenaInfo
 from belayer.messages.router import (
     RegisterWorker,
     ResumeReport,
@@ -105,16 +106,17 @@ class Actions:
         return f"{said}; {await self._free_arena(target.slot)}"
 
     async def _free_arena(self, slot: str) -> str:
-        arena = await self.kv.arena(slot)
-        if arena is None:
-            return "arena not made yet"
+        arenas = [await self._free_one(arena) for arena in await self.kv.arenas(slot)]
+        return f"arena free at epoch {arenas[0].epoch}" if arenas else "arena not made yet"
+
+    async def _free_one(self, arena: ArenaInfo) -> ArenaInfo:
         if arena.state == "leased":
-            arena = await self.kv.begin_fence(slot, arena.epoch)
+            arena = await self.kv.begin_fence(arena)
         if arena.state == "fencing":
-            arena = await self.kv.end_fence(slot, arena.epoch)
+            arena = await self.kv.end_fence(arena)
         if arena.state != "free":
-            raise LeaseRefused(f"arena of {slot} is {arena.state} (holder {arena.holder or 'none'})")
-        return f"arena free at epoch {arena.epoch}"
+            raise LeaseRefused(f"arena of {arena.slot} is {arena.state} (holder {arena.holder or 'none'})")
+        return arena
 
     async def _owners(self, target: Target) -> str:
         assert target.link is not None
@@ -148,7 +150,9 @@ class Actions:
             raise LeaseRefused(f"arena of {target.slot} is {arena.state} (holder {arena.holder or 'none'})")
         if mine:
             return f"epoch {arena.epoch}, leased before"
-        done = await target.link.call(TakeArena(epoch=arena.epoch), Done, self._step_s)
+        done = await target.link.call(
+            TakeArena(epoch=arena.epoch, owner_generation=arena.owner_generation), Done, self._step_s
+        )
         return f"epoch {arena.epoch}, mapped shared in {done.ms:.2f} ms"
 
     async def _flush(self, target: Target) -> str:
@@ -218,11 +222,11 @@ class Actions:
         return f"{dead} dead, {len(alive)} alive {alive or ''}".strip()
 
     async def quarantine(self, slot: str, reason: str) -> None:
-        arena = await self.kv.arena(slot)
-        if arena is not None and arena.state != "quarantined":
-            await self.kv.quarantine(slot, arena.epoch, reason)
+        for arena in await self.kv.arenas(slot):
+            if arena.state != "quarantined":
+                await self.kv.quarantine(arena, reason)
 
     async def restore(self, slot: str) -> None:
-        arena = await self.kv.arena(slot)
-        if arena is not None and arena.state == "quarantined":
-            await self.kv.restore(slot, arena.epoch)
+        for arena in await self.kv.arenas(slot):
+            if arena.state == "quarantined":
+                await self.kv.restore(arena)

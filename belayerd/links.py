@@ -106,21 +106,27 @@ class OwnerLink:
     async def status(self) -> OwnerStatusReply:
         return await self._call(OwnerStatus(), OwnerStatusReply)
 
-    async def begin_fence(self, slot: str, epoch: int) -> ArenaInfo:
-        return await self._call(BeginFence(slot=slot, epoch=epoch), ArenaInfo)
+    # Each of these carries what the caller saw: where the owner, or the arena, has moved on since, it is Fenced.
 
-    async def end_fence(self, slot: str, epoch: int) -> ArenaInfo:
-        return await self._call(EndFence(slot=slot, epoch=epoch), ArenaInfo)
+    async def begin_fence(self, seen: ArenaInfo) -> ArenaInfo:
+        return await self._call(BeginFence(**_seen(seen)), ArenaInfo)
 
-    async def quarantine(self, slot: str, epoch: int, reason: str) -> ArenaInfo:
-        return await self._call(QuarantineArena(slot=slot, epoch=epoch, reason=reason), ArenaInfo)
+    async def end_fence(self, seen: ArenaInfo) -> ArenaInfo:
+        return await self._call(EndFence(**_seen(seen)), ArenaInfo)
 
-    async def restore(self, slot: str, epoch: int) -> ArenaInfo:
-        return await self._call(RestoreArena(slot=slot, epoch=epoch), ArenaInfo)
+    async def quarantine(self, seen: ArenaInfo, reason: str) -> ArenaInfo:
+        return await self._call(QuarantineArena(**_seen(seen), reason=reason), ArenaInfo)
+
+    async def restore(self, seen: ArenaInfo) -> ArenaInfo:
+        return await self._call(RestoreArena(**_seen(seen)), ArenaInfo)
 
     async def arena(self, slot: str) -> ArenaInfo | None:
         status = await self.status()
         return next((arena for arena in status.arenas if arena.slot == slot), None)
+
+    async def arenas(self, slot: str) -> list[ArenaInfo]:
+        """All of a slot's: one for each tensor-parallel rank."""
+        return [arena for arena in (await self.status()).arenas if arena.slot == slot]
 
     async def _call(self, message: Any, reply: type[R]) -> R:
         return await asyncio.to_thread(self._blocking, message, reply)
@@ -135,3 +141,9 @@ class OwnerLink:
         for fd in fds:
             os.close(fd)
         return answer
+
+
+def _seen(arena: ArenaInfo) -> dict[str, Any]:
+    return {
+        "slot": arena.slot, "rank": arena.rank, "epoch": arena.epoch, "owner_generation": arena.owner_generation
+    }  # fmt: skip

@@ -1,7 +1,8 @@
 """``python -m gpuowner --kind weights|kv [--config PATH]``: one owner instance in the foreground.
 
-The weights owner loads every model of the configuration before it listens, so "its socket answers" means
-"sealed".
+It takes over what its last life left before it listens, and the weights owner loads every other model of the
+configuration before that too: "its socket answers" means "sealed, or torn by name". ``--release`` ends the holder of
+a stopped owner instead, and with it what nobody maps.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import msgspec
 from belayer import log, statefile
 from belayer.config import Config, load
 from belayer.daemon import OnlyOne, new_instance, notify, run, say, serve_until
-from belayer.errors import BelayerError, ConfigInvalid
+from belayer.errors import BelayerError, ConfigInvalid, HostUnfit
 from belayer.paths import Paths
+from gpuowner.keeping import StoreLost
+from gpuowner.ledger import WeightsRow
+from gpuowner.models import Source
 from gpuowner.service import Service
+from gpuowner.store import HolderStore, SystemdStore, end_holder
 from gpuowner.vault import Vault
 
 
@@ -38,50 +43,79 @@ def next_generation(paths: Paths, kind: str) -> int:
     return mine.generation
 
 
-def _load_models(vault: Vault, config: Config, logger: Any) -> None:
-    for model in config.model:
-
-        def progress(done: int, nbytes: int, rate: float, name: str = model.name) -> None:
-            logger.info("loading", model=name, mb=round(done / 1e6), of=round(nbytes / 1e6), mb_per_s=round(rate))
-
-        try:
-            entry = vault.load_weights(model.name, Path(model.path), model.dtype, progress)
-        except BelayerError as why:
-            raise ConfigInvalid(f"model {model.name}: {why.message}", kept=why.kept, remedy=why.remedy) from why
-        if entry.loaded:
-            logger.info(
-                "sealed",
-                model=model.name,
-                version=1,
-                digest=entry.loaded.digest,
-                ms=round(entry.loaded.load_ms),
-            )
+def sources(config: Config) -> dict[str, Source]:
+    return {model.name: Source(Path(model.path), model.dtype, model.update) for model in config.model}
 
 
-async def _main(stop: asyncio.Event, kind: str, config: Config, paths: Paths) -> None:
+def open_store(paths: Paths, kind: str, choice: str) -> HolderStore | SystemdStore:
+    """Raises HostUnfit: an owner that cannot know what its last life left must not begin over it."""
+    try:
+        return SystemdStore() if choice == "systemd" else HolderStore(paths.owner_holder_sock(kind))
+    except (StoreLost, OSError) as why:
+        raise HostUnfit(
+            f"gpuowner@{kind}: {why}",
+            kept="what the holder keeps",
+            remedy=f"end the workers and the stuck holder of {paths.owner_holder_sock(kind)}, then start again",
+        ) from why
+
+
+def _load_model(vault: Vault, name: str, source: Source, last: WeightsRow | None, logger: Any) -> None:
+    def progress(done: int, nbytes: int, rate: float) -> None:
+        logger.info("loading", model=name, mb=round(done / 1e6), of=round(nbytes / 1e6), mb_per_s=round(rate))
+
+    try:
+        entry = vault.models.load(name, 0, source, progress, last)
+    except BelayerError as why:
+        raise ConfigInvalid(f"model {name}: {why.message}", kept=why.kept, remedy=why.remedy) from why
+    info = entry.info()
+    fields = {"model": name, "version": info.version, "digest": info.digest, "ms": round(info.load_ms)}
+    logger.info(info.state, **fields, **({"reason": info.reason} if info.reason else {}))
+
+
+async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, paths: Paths) -> None:
     logger = log.setup(f"gpuowner-{kind}")
-    vault = Vault(next_generation(paths, kind))
-    if kind == "weights":
-        _load_models(vault, config, logger)
+    store = open_store(paths, kind, choice)
+    vault = Vault(next_generation(paths, kind), paths.owner_ledger(kind), store, logger.info)
+    wanted = sources(config) if kind == "weights" else {}
+    to_load = vault.revive(store.all(), {slot.name for slot in config.slot}, wanted)
+    for said in vault.adopted:
+        logger.info("adopted", what=said)
+    for said in vault.lost:
+        logger.error("lost", what=said, remedy="a new shadow for that slot; a lost weight version is published again")
+    for name, source in wanted.items():
+        if (name, 0) not in vault.models.entries:
+            _load_model(vault, name, source, to_load.get(name), logger)
     service = Service(kind, paths.owner_sock(kind), vault, new_instance(), logger.info)
     service.listen()
     notify("READY=1")
-    logger.info("serving", kind=kind, generation=vault.generation)
+    logger.info("serving", kind=kind, generation=vault.generation, store=store.describe())
     await serve_until(stop, service.serve())
+    vault.stop()
+
+
+def release(paths: Paths, kind: str) -> int:
+    """End the holder of an owner that does not run."""
+    end_holder(paths.owner_holder_sock(kind))
+    paths.owner_ledger(kind).unlink(missing_ok=True)
+    return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="gpuowner", description="Holds weights or KV arenas for the workers.")
     parser.add_argument("--kind", choices=("weights", "kv"), required=True)
     parser.add_argument("--config", type=Path, default=None)
+    parser.add_argument("--store", choices=("holder", "systemd"), default="holder", help="keeper of second copies")
+    parser.add_argument("--release", action="store_true", help="end the holder of a stopped owner, and exit")
     args = parser.parse_args()
     try:
         paths = Paths().make()
-        config = load(args.config or paths.config)
         lock = OnlyOne(paths.run, f"owner-{args.kind}")
+        if args.release:
+            return release(paths, args.kind)
+        config = load(args.config or paths.config)
     except BelayerError as why:
         return say(why)
-    code = run(lambda stop: _main(stop, args.kind, config, paths))
+    code = run(lambda stop: _main(stop, args.kind, args.store, config, paths))
     del lock  # held until here
     return code
 

@@ -10,6 +10,9 @@ package.
 from __future__ import annotations
 
 import os
+import select
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +20,7 @@ import msgspec
 
 from belayer import procs
 from belayer.clock import Stopwatch
-from belayer.errors import OwnerGone, WeightsBroken
+from belayer.errors import BelayerError, DaemonUnreachable, OwnerGone, WeightsBroken
 from belayer.messages import owner as m
 from belayer.seqpacket import SeqClient
 from gpuowner.digest import first_difference
@@ -25,45 +28,127 @@ from gpuowner.vmem import MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_READ, PRO
 
 R = TypeVar("R", bound=msgspec.Struct)
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0  # between two tries to reach an owner that is away
+
+
+Rejoin = Callable[[SeqClient, int], None]  # open connection, generation of the owner behind it
+
 
 class OwnerClient:
-    """One open connection to an owner; for a lease holder it is the lease, so it is never re-opened
-    silently."""
+    """One open connection to an owner; for a lease holder it is the lease.
+
+    An owner that dies comes back with the same memory and with another generation. ``keep`` starts a thread that sees
+    the end of the connection at once, connects again, and lets every view say what it still maps or holds. The
+    engine's own thread is not asked: what it has mapped stays as it is."""
 
     def __init__(self, path: Path, role: m.Role, who: str, timeout: float = 10.0) -> None:
-        self._client = SeqClient(path, timeout)
-        self.welcome, _ = self._client.call(m.Hello(role=role, who=who), m.Welcome)
-        self._pidfd = os.pidfd_open(self.welcome.pid)
+        self._path, self._role, self._who, self._timeout = path, role, who, timeout
+        self._lock = threading.RLock()
+        self._rejoins: list[Rejoin] = []
+        self._closed = False
+        self._open()
+
+    def _open(self) -> None:
+        client = SeqClient(self._path, self._timeout)
+        try:
+            self.welcome, _ = client.call(m.Hello(role=self._role, who=self._who), m.Welcome)
+            self._pidfd = os.pidfd_open(self.welcome.pid)
+        except (BelayerError, OSError) as why:
+            client.close()
+            raise DaemonUnreachable(f"the owner at {self._path} ended while it was asked: {why}") from why
+        self._client = client
 
     def call(self, message: msgspec.Struct, reply: type[R]) -> tuple[R, tuple[int, ...]]:
-        return self._client.call(message, reply)
+        with self._lock:
+            return self._client.call(message, reply)
 
     def alive(self) -> bool:
         return not procs.is_dead(self._pidfd)
 
     def must_live(self) -> None:
-        """Raise OwnerGone when the owner of this connection has ended: its arena must not be taken over."""
-        if not self.alive():
-            raise OwnerGone(f"the owner of {self.welcome.kind} (pid {self.welcome.pid}) has ended")
+        """Raise OwnerGone when the owner of this connection has ended and none has taken its place: its arena must
+        not be taken over."""
+        with self._lock:
+            if self.alive():
+                return
+            try:
+                self._mend()
+            except DaemonUnreachable as why:
+                raise OwnerGone(f"the owner of {self.welcome.kind} (pid {self.welcome.pid}) has ended") from why
+
+    def on_return(self, rejoin: Rejoin) -> None:
+        """Call ``rejoin`` on each connection that replaces a broken one, before it is used for anything else."""
+        with self._lock:
+            self._rejoins.append(rejoin)
+
+    def keep(self, told: Callable[[str], None]) -> None:
+        """Hold the connection for as long as the process lives; ``told`` gets a sentence whenever it was mended, or a
+        view could not rejoin."""
+        threading.Thread(target=self._watch, args=(told,), daemon=True, name=f"owner-{self.welcome.kind}").start()
+
+    def _watch(self, told: Callable[[str], None]) -> None:
+        pause, again = _FIRST_PAUSE_S, threading.Event()
+        while not self._closed:
+            if not self._ended():
+                continue
+            try:
+                with self._lock:
+                    if self._ended(0):  # the engine's thread may have mended it meanwhile
+                        told(self._mend())
+                pause = _FIRST_PAUSE_S
+            except DaemonUnreachable:  # it is on its way back, or gone for good: belayerd tells which
+                again.wait(pause)
+                pause = min(pause * 2, _LONGEST_PAUSE_S)
+
+    def _ended(self, wait_s: float = 1.0) -> bool:
+        """Wait until the connection ends, at most ``wait_s``; reads nothing, so answers to the engine stay its own."""
+        poll = select.poll()
+        poll.register(self._client.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(wait_s * 1000))
+
+    def _mend(self) -> str:
+        """A new connection in place of the broken one. Raises DaemonUnreachable with the old one as it was."""
+        broken, pidfd, was = self._client, self._pidfd, self.welcome.owner_generation
+        self._open()
+        broken.close()
+        os.close(pidfd)
+        said = [f"owner of {self.welcome.kind} generation {was} -> {self.welcome.owner_generation}"]
+        for rejoin in self._rejoins:
+            try:
+                rejoin(self._client, self.welcome.owner_generation)
+            except BelayerError as why:  # refused by name: what is mapped stays mapped, and belayerd sees the refusal
+                said.append(str(why))
+        return "; ".join(said)
 
     def close(self) -> None:
-        self._client.close()
-        os.close(self._pidfd)
+        self._closed = True
+        with self._lock:
+            self._client.close()
+            os.close(self._pidfd)
 
 
 class WeightsView:
     """A sealed model mapped read-only, its bytes checked against the digests of the grant."""
 
-    def __init__(self, client: OwnerClient, model: str) -> None:
-        grant, fds = client.call(m.AttachWeights(model=model), m.WeightsGrant)
+    def __init__(self, client: OwnerClient, model: str, rank: int = 0) -> None:
+        grant, fds = client.call(m.AttachWeights(model=model, rank=rank), m.WeightsGrant)
         try:
             layout = grant.layout or _layout_from(fds[1])
             self.mapping = Mapping(fds[0], grant.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
         finally:
             for fd in fds:
                 os.close(fd)
+        client.on_return(self._rejoin)
         self.grant = grant
         self.tensors = {spec.name: spec for spec in layout}
+
+    def _rejoin(self, client: SeqClient, owner_generation: int) -> None:
+        grant = self.grant
+        message = m.RejoinWeights(
+            model=grant.model, rank=grant.rank, version=grant.version, digest=grant.digest,
+            owner_generation=owner_generation,
+        )  # fmt: skip
+        client.call(message, m.WeightsInfo)
 
     def verify(self) -> float:
         """Hash everything and return the milliseconds. Raises WeightsBroken naming the chunk that differs."""
@@ -81,9 +166,9 @@ class WeightsView:
 class ArenaView:
     """A slot's arena: private until ``promote``. ``epoch`` is -1 while no lease is held."""
 
-    def __init__(self, client: OwnerClient, slot: str, nbytes: int) -> None:
-        self._client, self._slot = client, slot
-        grant, fds = client.call(m.OpenArena(slot=slot, nbytes=nbytes), m.ArenaGrant)
+    def __init__(self, client: OwnerClient, slot: str, nbytes: int, rank: int = 0) -> None:
+        self._client, self._slot, self._rank = client, slot, rank
+        grant, fds = client.call(m.OpenArena(slot=slot, rank=rank, nbytes=nbytes), m.ArenaGrant)
         try:
             # Writes copy the page: a standby may warm up here while the main serves from the same pages.
             self.mapping = Mapping(fds[0], nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE)
@@ -91,16 +176,20 @@ class ArenaView:
             for fd in fds:
                 os.close(fd)
         self.grant, self.epoch = grant, -1
+        client.on_return(self._reclaim)
 
-    def promote(self, epoch: int) -> float:
+    def promote(self, epoch: int, owner_generation: int = 0) -> float:
         """Take the lease of ``epoch`` and map the shared arena in place; returns milliseconds.
+        ``owner_generation``: of the owner that said so to the caller; 0 is the one of this connection.
 
         Raises LeaseRefused, Fenced or OwnerGone with the private view unchanged. Everything computed in
         the private view is gone afterwards: the caller flushes its prefix cache.
         """
         watch = Stopwatch()
         self._client.must_live()
-        _, fds = self._client.call(m.AcquireLease(slot=self._slot, epoch=epoch), m.LeaseGrant)
+        owner = owner_generation or self._client.welcome.owner_generation
+        message = m.AcquireLease(slot=self._slot, rank=self._rank, epoch=epoch, owner_generation=owner)
+        _, fds = self._client.call(message, m.LeaseGrant)
         try:
             self.mapping.replace(fds[0], PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE)
         finally:
@@ -108,6 +197,13 @@ class ArenaView:
                 os.close(fd)
         self.epoch = epoch
         return watch.ms()
+
+    def _reclaim(self, client: SeqClient, owner_generation: int) -> None:
+        if self.epoch >= 0:
+            message = m.ReclaimLease(
+                slot=self._slot, rank=self._rank, epoch=self.epoch, owner_generation=owner_generation
+            )
+            client.call(message, m.ArenaInfo)
 
 
 def _layout_from(fd: int) -> tuple[m.TensorSpec, ...]:

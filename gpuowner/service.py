@@ -14,7 +14,6 @@ import resource
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +24,16 @@ from belayer.errors import BadMessage, BelayerError, Refused
 from belayer.messages import owner as m
 from belayer.messages.common import Ping, Pong
 from belayer.rpc import to_reply
-from gpuowner import core
+from belayer.seqpacket import recv_fds
+from gpuowner.arenas import ArenaEntry
+from gpuowner.handlers import MAX_INLINE, Answer, Handlers, Peer
+from gpuowner.models import Job
 from gpuowner.vault import Vault
 
-MAX_REQUEST = 64 << 10  # bytes; the largest request names a slot and a reason
-MAX_INLINE = 128 << 10  # bytes; a larger layout rides in a memfd (the kernel's packet limit is wmem_max)
+MAX_REQUEST = 128 << 10  # bytes; the largest request is a commit: 34 bytes for each 64 MiB of a model
 _SO_PEERPIDFD = 77  # Linux 6.5, asm-generic/socket.h
 _SPARE_FDS = 128
 _MOST_FDS = 1 << 16
-
-
-@dataclass(eq=False)
-class Peer:
-    """One connection. ``pidfd`` names the process at the other end even after it is gone."""
-
-    number: int
-    sock: socket.socket
-    pid: int
-    pidfd: int
-    role: m.Role | None = None
-    who: str = ""
 
 
 def peer_pidfd(sock: socket.socket, pid: int) -> int:
@@ -64,6 +53,7 @@ class Service:
 
     def __init__(self, kind: str, path: Path, vault: Vault, instance: str, log: Callable[..., None]) -> None:
         self._kind, self._path, self.vault, self._instance, self._log = kind, path, vault, instance, log
+        self._handlers = Handlers(kind, vault, log)
         self._decoder: wire.Decoder[Any] = wire.Decoder(m.Request)
         self._peers: dict[int, Peer] = {}
         self._count = 0
@@ -91,6 +81,8 @@ class Service:
         """Run until cancelled."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener, self._accept)
+        for entry in self.vault.orphans():  # they have no connection whose end would tell
+            loop.add_reader(entry.holder_pidfd, self._orphan_died, entry, entry.holder_pidfd)
         try:
             await asyncio.Event().wait()
         finally:
@@ -126,7 +118,7 @@ class Service:
 
     def _readable(self, peer: Peer) -> None:
         try:
-            data, fds, flags, _ = socket.recv_fds(peer.sock, MAX_REQUEST, 1, socket.MSG_CMSG_CLOEXEC)
+            data, fds, flags = recv_fds(peer.sock, MAX_REQUEST, 1)
         except BlockingIOError:
             return
         except OSError as why:
@@ -141,21 +133,57 @@ class Service:
         else:
             self._answer(peer, data)
 
+    def _orphan_died(self, entry: ArenaEntry, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        if entry.holder_pidfd == pidfd and self.vault.arenas.process_gone(entry):
+            self._log("holder_lost", slot=entry.arena.slot, epoch=entry.arena.epoch, who=entry.arena.who, why="it died")
+
     def _answer(self, peer: Peer, data: bytes) -> None:
         try:
             message = self._decoder.decode(data)
         except BadMessage as why:
             self._refuse_bytes(peer, why)
             return
+        name = type(message).__name__
+        if isinstance(message, Ping):
+            pong = Pong(daemon=f"gpuowner-{self._kind}", pid=os.getpid(), instance=self._instance)
+            self._send(peer, pong, ())
+        elif isinstance(message, m.OwnerStatus):
+            self._send(peer, self._status(), ())
+        else:
+            self._reply(peer, name, lambda: self._handlers.handle(peer, message))
+
+    def _reply(self, peer: Peer, name: str, make: Callable[[], Answer]) -> None:
+        """Send what ``make`` gives, or the error that it raises; a job's answer comes when the job is done."""
+        fds: tuple[int, ...] = ()
+        reply: msgspec.Struct | Job
         try:
-            reply, fds = self._handle(peer, message)
+            reply, fds = make()
         except BelayerError as why:
-            self._log("declined", who=peer.who, message=type(message).__name__, why=why.message)
-            reply, fds = to_reply(why), ()
+            self._log("declined", who=peer.who, message=name, why=why.message)
+            reply = to_reply(why)
         except OSError as why:  # out of memory or descriptors: this request fails, the vault is as it was
-            self._log("failed", who=peer.who, message=type(message).__name__, why=str(why))
-            reply, fds = to_reply(Refused(f"{type(message).__name__}: {why}", kept="the state as it was")), ()
-        self._send(peer, reply, fds)
+            self._log("failed", who=peer.who, message=name, why=str(why))
+            reply = to_reply(Refused(f"{name}: {why}", kept="the state as it was"))
+        if isinstance(reply, Job):
+            self._run(peer, name, reply)
+        else:
+            self._send(peer, reply, fds)
+
+    def _run(self, peer: Peer, name: str, job: Job) -> None:
+        """The peer is not listened to until its answer is out; its death is still seen, by its pidfd."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(peer.sock)
+        done = loop.run_in_executor(None, job.work)
+        done.add_done_callback(lambda future: self._job_done(peer, name, job, future))
+
+    def _job_done(self, peer: Peer, name: str, job: Job, future: asyncio.Future[object]) -> None:
+        if future.cancelled():
+            return
+        result = future.result()
+        self._reply(peer, name, lambda: (job.finish(result), ()))
+        if peer.number in self._peers:
+            asyncio.get_running_loop().add_reader(peer.sock, self._readable, peer)
 
     def _refuse_bytes(self, peer: Peer, why: BadMessage) -> None:
         self._send(peer, to_reply(why), ())
@@ -163,6 +191,8 @@ class Service:
 
     def _send(self, peer: Peer, reply: msgspec.Struct, fds: tuple[int, ...]) -> None:
         try:
+            if peer.number not in self._peers:
+                return  # it died while its job ran
             socket.send_fds(peer.sock, [wire.encode(reply)], list(fds))
         except (BlockingIOError, OSError) as why:
             self._drop(peer, f"it does not take its answer: {why}")
@@ -177,102 +207,27 @@ class Service:
         loop.remove_reader(peer.sock)
         loop.remove_reader(peer.pidfd)
         peer.sock.close()
-        for entry in self.vault.peer_gone(peer.number):
+        for entry in self.vault.arenas.peer_gone(peer.number):
             self._log("holder_lost", slot=entry.arena.slot, epoch=entry.arena.epoch, who=peer.who, why=why)
+        for model in self.vault.models.peer_gone(peer.number):
+            state = model.weights.state.value
+            self._log("writer_lost", model=model.weights.model, state=state, who=peer.who, why=why)
         os.close(peer.pidfd)
         if peer.role is not None and peer.role is not m.Role.ADMIN:  # the supervisor asks once a second
             self._log("left", who=peer.who, pid=peer.pid, why=why)
 
-    def _handle(self, peer: Peer, message: Any) -> tuple[msgspec.Struct, tuple[int, ...]]:
-        match message:
-            case Ping():
-                return Pong(daemon=f"gpuowner-{self._kind}", pid=os.getpid(), instance=self._instance), ()
-            case m.Hello():
-                return self._hello(peer, message), ()
-            case m.OwnerStatus():
-                return self._status(), ()
-        if peer.role is None:
-            raise Refused(f"{type(message).__name__} before Hello")
-        match message:
-            case m.AttachWeights(model=model):
-                self._only("weights")
-                return self._attach(peer, model)
-            case m.OpenArena(slot=slot, nbytes=nbytes):
-                self._only("kv")
-                entry, fd = self.vault.open_arena(slot, nbytes)
-                arena = entry.arena
-                grant = m.ArenaGrant(
-                    slot=slot, epoch=arena.epoch, nbytes=arena.nbytes, owner_generation=self.vault.generation
-                )
-                return grant, (fd,)
-            case m.AcquireLease(slot=slot, epoch=epoch):
-                self._only("kv")
-                fd = self.vault.acquire(slot, epoch, peer.number, peer.who, peer.pidfd)
-                self._log("leased", slot=slot, epoch=epoch, who=peer.who)
-                return m.LeaseGrant(slot=slot, epoch=epoch), (fd,)
-        return self._admin(peer, message), ()
-
-    def _hello(self, peer: Peer, message: m.Hello) -> m.Welcome:
-        if peer.role is not None:
-            raise Refused("this connection has said Hello before")
-        peer.role, peer.who = message.role, message.who[:64]
-        return m.Welcome(kind=self._kind, owner_generation=self.vault.generation, pid=os.getpid())
-
-    def _attach(self, peer: Peer, model: str) -> tuple[msgspec.Struct, tuple[int, ...]]:
-        grant, fd = self.vault.attach(model, peer.number, peer.who)
-        if len(wire.encode(grant)) <= MAX_INLINE:
-            return grant, (fd,)
-        return msgspec.structs.replace(grant, layout=()), (
-            fd,
-            _in_memfd(msgspec.msgpack.encode(grant.layout)),
-        )
-
-    def _admin(self, peer: Peer, message: Any) -> m.ArenaInfo:
-        if peer.role is not m.Role.ADMIN:
-            raise Refused(f"{type(message).__name__} needs role admin, this connection is {peer.role}")
-        self._only("kv")
-        entry = self.vault.entry(message.slot)
-        event: core.ArenaEvent
-        match message:
-            case m.BeginFence(epoch=epoch):
-                event = core.FenceBegun(epoch)
-            case m.EndFence(epoch=epoch):
-                event = core.FenceEnded(epoch, entry.holder_alive())
-            case m.QuarantineArena(epoch=epoch, reason=reason):
-                event = core.Quarantined(epoch, reason[:256])
-            case m.RestoreArena(epoch=epoch):
-                event = core.Restored(epoch, entry.holder_alive())
-            case _:
-                raise Refused(f"{type(message).__name__} is not handled here")
-        before = entry.arena
-        after = self.vault.fence(message.slot, event)
-        self._log(
-            "arena",
-            slot=before.slot,
-            was=before.state.value,
-            now=after.arena.state.value,
-            epoch=after.arena.epoch,
-        )
-        return after.info()
-
-    def _only(self, kind: str) -> None:
-        if kind != self._kind:
-            raise Refused(f"this is the owner of {self._kind}, ask the owner of {kind}")
-
     def _status(self) -> m.OwnerStatusReply:
+        keeping = self.vault.keeping
         return m.OwnerStatusReply(
             kind=self._kind,
             pid=os.getpid(),
             owner_generation=self.vault.generation,
             backend="memfd",
-            weights=tuple(entry.info() for entry in self.vault.weights.values()),
-            arenas=tuple(entry.info() for entry in self.vault.arenas.values()),
+            weights=tuple(entry.info() for entry in self.vault.models.entries.values()),
+            arenas=tuple(entry.info() for entry in self.vault.arenas.entries.values()),
             connections=len(self._peers),
+            store=keeping.store.describe() if keeping.store else "",
+            store_reason=keeping.reason,
+            adopted=tuple(self.vault.adopted),
+            lost=tuple(self.vault.lost),
         )
-
-
-def _in_memfd(data: bytes) -> int:
-    fd = os.memfd_create("belayer-layout", os.MFD_CLOEXEC)
-    with os.fdopen(os.dup(fd), "wb") as file:
-        file.write(data)
-    return fd

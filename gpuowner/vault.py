@@ -1,161 +1,115 @@
-"""What the owner holds: descriptors beside the states of ``core``. It decides nothing itself.
+"""What one owner instance holds, and its life across its own death: descriptors in a store, states in a ledger.
 
-Every method that hands out a descriptor hands out a new one, which the caller closes after sending it.
+``revive`` takes over what the last life left. The order of every change is in ``arenas`` and ``models``; what a death
+between two of their effects can leave is either a copy in the store that no ledger row names (dropped here) or
+nothing.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from belayer import procs
-from belayer.errors import BelayerError, Refused, SlotUnknown, WeightsBroken
-from belayer.messages.owner import ArenaInfo, WeightsGrant, WeightsInfo
-from gpuowner import core
-from gpuowner.backends.memfd import Memfd
-from gpuowner.loader import Loaded, Progress, load
-
-# Epochs of one life of the owner; a later life begins above all of an earlier one, so that no stale epoch fits again.
-EPOCHS_PER_LIFE = 1 << 20
-
-# vLLM asks for less than the configured bytes (whole blocks); an absurd request is a bug or an attack.
-MAX_ARENA = 1 << 42
+from gpuowner import ledger
+from gpuowner.arenas import ArenaEntry, Arenas
+from gpuowner.keeping import Keeping, Store
+from gpuowner.ledger import ArenaRow, Ledger, WeightsRow
+from gpuowner.models import Models, Source
 
 
-@dataclass
-class ArenaEntry:
-    """``holder_pidfd``: of the holder, kept past its connection until the arena is FREE again."""
-
-    arena: core.Arena
-    memory: Memfd
-    holder_pidfd: int = -1
-
-    def holder_alive(self) -> bool:
-        return self.holder_pidfd >= 0 and not procs.is_dead(self.holder_pidfd)
-
-    def info(self) -> ArenaInfo:
-        arena = self.arena
-        return ArenaInfo(
-            slot=arena.slot,
-            state=arena.state.value,
-            epoch=arena.epoch,
-            nbytes=arena.nbytes,
-            holder=arena.who,
-            holder_alive=self.holder_alive(),
-        )
-
-
-@dataclass
-class WeightsEntry:
-    """``readers``: connection -> who, for the status."""
-
-    weights: core.Weights
-    loaded: Loaded | None = None
-    readers: dict[int, str] = field(default_factory=dict)
-
-    def info(self) -> WeightsInfo:
-        loaded = self.loaded
-        return WeightsInfo(
-            model=self.weights.model,
-            state=self.weights.state.value,
-            version=self.weights.version,
-            nbytes=self.weights.nbytes,
-            digest=loaded.digest if loaded else "",
-            readers=tuple(sorted(self.readers.values())),
-            load_ms=loaded.load_ms if loaded else 0.0,
-            load_mb_s=loaded.mb_per_s if loaded else 0.0,
-        )
+def no_log(event: str, **fields: Any) -> None:
+    """For vaults of tests and tools."""
 
 
 class Vault:
-    """Weights and arenas of one owner instance; ``generation`` is this life of the owner."""
+    """``generation`` is this life of the owner; ``path`` is the ledger's file. ``adopted`` and ``lost``: one sentence
+    for each thing that the last life left, or that died with it."""
 
-    def __init__(self, generation: int) -> None:
-        self.generation = generation
-        self.weights: dict[str, WeightsEntry] = {}
-        self.arenas: dict[str, ArenaEntry] = {}
+    def __init__(self, generation: int, path: Path, store: Store | None, log: Callable[..., Any] = no_log) -> None:
+        self.generation, self._path = generation, path
+        self.keeping = Keeping(generation, self._write, store, log, "" if store else "no store was given")
+        self.arenas, self.models = Arenas(self.keeping), Models(self.keeping)
+        self.adopted: list[str] = []
+        self.lost: list[str] = []
+        self._boot = procs.boot_id()
+        self._log = log
 
-    def load_weights(self, model: str, folder: Path, dtype: str, progress: Progress) -> WeightsEntry:
-        """BUILDING to SEALED(1). Raises WeightsBroken with the model left TORN and nothing allocated."""
-        entry = self.weights[model] = WeightsEntry(core.Weights(model=model, nbytes=0))
-        try:
-            loaded = load(model, folder, dtype, progress)
-        except BelayerError as why:
-            entry.weights = core.weights_step(entry.weights, core.BuildFailed(reason=why.message))
-            raise
-        entry.loaded = loaded
-        sized = core.Weights(model=model, nbytes=loaded.memory.nbytes)
-        entry.weights = core.weights_step(sized, core.Built(version=1))
-        return entry
-
-    def attach(self, model: str, peer: int, who: str) -> tuple[WeightsGrant, int]:
-        """Grant and a read-only descriptor. Raises WeightsBroken (unknown model) or WeightsTorn."""
-        entry = self.weights.get(model)
-        if entry is None:
-            raise WeightsBroken(f"no model named {model!r} here", remedy=f"one of {sorted(self.weights)}")
-        core.readable(entry.weights)
-        if entry.loaded is None:
-            raise BelayerError(f"weights of {model} are sealed without memory")
-        loaded = entry.loaded
-        entry.readers[peer] = who
-        grant = WeightsGrant(
-            model=model,
-            version=entry.weights.version,
-            owner_generation=self.generation,
-            nbytes=loaded.memory.nbytes,
-            layout=loaded.layout,
-            chunk_digests=loaded.chunks,
-            digest=loaded.digest,
+    def _write(self, *, stopped: bool = False) -> None:
+        rows = Ledger(
+            boot_id=self._boot,
+            generation=self.generation,
+            arenas=tuple(entry.row() for entry in self.arenas.entries.values()),
+            weights=tuple(entry.row() for entry in self.models.entries.values()),
+            stopped=stopped,
         )
-        return grant, loaded.memory.reader_fd()
+        ledger.save(self._path, rows)
 
-    def open_arena(self, slot: str, nbytes: int) -> tuple[ArenaEntry, int]:
-        """The arena (made FREE the first time, at epoch 0 in the owner's first life) and a read-only descriptor."""
-        entry = self.arenas.get(slot)
-        if entry is None:
-            if not 0 < nbytes <= MAX_ARENA:
-                raise Refused(f"arena of {nbytes} bytes for slot {slot}", remedy="set kv_bytes of the slot")
-            arena = core.Arena(slot, nbytes, epoch=(self.generation - 1) * EPOCHS_PER_LIFE)
-            entry = self.arenas[slot] = ArenaEntry(arena, Memfd(f"kv-{slot}", nbytes))
-        if entry.arena.nbytes != nbytes:
-            raise Refused(
-                f"arena {slot} has {entry.arena.nbytes} bytes, {nbytes} were asked for",
-                kept="the arena as it is",
-                remedy="a changed kv_bytes needs a restart of the slot and of gpuowner",
-            )
-        return entry, entry.memory.reader_fd()
+    def stop(self) -> None:
+        """An operator ends this life: what is not found at the next start was given up on purpose, not lost."""
+        self._write(stopped=True)
 
-    def entry(self, slot: str) -> ArenaEntry:
-        if slot not in self.arenas:
-            raise SlotUnknown(f"no arena of slot {slot!r} here", remedy=f"one of {sorted(self.arenas)}")
-        return self.arenas[slot]
+    def revive(self, found: dict[str, int], slots: set[str], sources: Mapping[str, Source]) -> dict[str, WeightsRow]:
+        """Adopt what the last life left; ``found``: descriptors by name, ours from now on. All weights are hashed
+        before this returns. Returns the rows of models that have to be loaded from their files."""
+        last = ledger.last(self._path)
+        to_load: dict[str, WeightsRow] = {}
+        for arena in last.arenas if last else ():
+            self._revive_arena(arena, found.pop(arena.memory, None), slots)
+        for row in last.weights if last else ():
+            stopped = last is not None and last.stopped
+            again = self._revive_model(row, found.pop(row.memory, None), sources, stopped=stopped)
+            if again is not None:
+                to_load[row.model] = again
+        self.keeping.save()
+        for name, fd in found.items():  # a death between the store and the ledger left them; nobody was told of them
+            self._forget(name, fd, "no ledger row names it")
+        return to_load
 
-    def acquire(self, slot: str, epoch: int, peer: int, who: str, pidfd: int) -> int:
-        """The lease: a read-write descriptor for the one holder. Raises Fenced or LeaseRefused."""
-        entry = self.entry(slot)
-        entry.arena = core.arena_step(entry.arena, core.Acquire(epoch=epoch, peer=peer, who=who))
-        entry.holder_pidfd = os.dup(pidfd)
-        return os.dup(entry.memory.fd)
+    def _forget(self, name: str, fd: int, why: str) -> None:
+        os.close(fd)
+        self.keeping.drop(name)
+        self._log("dropped", name=name, why=why)
 
-    def fence(self, slot: str, event: core.ArenaEvent) -> ArenaEntry:
-        """Apply an event of the supervisor; the holder's pidfd is dropped when the arena is FREE again."""
-        entry = self.entry(slot)
-        entry.arena = core.arena_step(entry.arena, event)
-        if entry.arena.state is core.ArenaState.FREE and entry.holder_pidfd >= 0:
-            os.close(entry.holder_pidfd)
-            entry.holder_pidfd = -1
-        return entry
+    def _revive_arena(self, row: ArenaRow, fd: int | None, slots: set[str]) -> None:
+        lives = row.pid > 0 and procs.start_time(row.pid) == row.start_time
+        if fd is None:
+            if lives:
+                self.lost.append(
+                    f"arena {row.slot}: its memory died with the last owner and its store; {row.who} (pid {row.pid}) "
+                    "writes on in what it has mapped, and the next main begins with an empty arena"
+                )
+        elif row.slot not in slots and not lives:
+            self._forget(row.memory, fd, "its slot is not configured any more")
+        else:
+            entry = self.arenas.adopt(row, fd)
+            self.keeping.held[row.memory] = fd
+            said = f"arena {row.slot} {entry.arena.state.value} at epoch {entry.arena.epoch}"
+            self.adopted.append(f"{said}, holder {entry.arena.who}" if entry.arena.who else said)
 
-    def peer_gone(self, peer: int) -> list[ArenaEntry]:
-        """A connection ended: its leases go to FENCING at once. Returns the arenas that changed."""
-        changed = []
-        for entry in self.arenas.values():
-            after = core.arena_step(entry.arena, core.HolderDied(peer=peer))
-            if after is not entry.arena:
-                entry.arena = after
-                changed.append(entry)
-        for weights in self.weights.values():
-            weights.readers.pop(peer, None)
-            weights.weights = core.weights_step(weights.weights, core.WriterDied(peer=peer))
-        return changed
+    def _revive_model(
+        self, row: WeightsRow, fd: int | None, sources: Mapping[str, Source], *, stopped: bool
+    ) -> WeightsRow | None:
+        """The row to load again, or None. ``stopped``: the last life was stopped by an operator."""
+        source = sources.get(row.model)
+        if source is None or source.text() != row.source:
+            if fd is not None:
+                self._forget(row.memory, fd, "the configuration asks for other weights")
+            return msgspec.structs.replace(row, from_files=True) if source else None
+        if fd is None:
+            if not stopped and row.memory and not row.from_files:
+                name = f"weights {row.model} v{row.version}"
+                self.lost.append(f"{name}: their memory died with the last owner and its store")
+            return msgspec.structs.replace(row, from_files=row.from_files or stopped)
+        entry = self.models.adopt(row, fd, source)
+        self.keeping.held[row.memory] = fd
+        self.adopted.append(f"weights {row.model} {entry.weights.state.value} v{entry.weights.version}")
+        return None
+
+    def orphans(self) -> list[ArenaEntry]:
+        """Adopted leases whose holder has not reclaimed yet: their process is watched, as they have no connection."""
+        return [entry for entry in self.arenas.entries.values() if entry.arena.peer is None and entry.holder_pidfd >= 0]

@@ -51,12 +51,19 @@ class Welcome(Message, frozen=True, kw_only=True, tag=True):
     pid: int
 
 
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
 class AttachWeights(Message, frozen=True, kw_only=True, tag=True):
+    """Needs role worker or loader. Refused unless the last version is whole (promise R4)."""
+
     model: str
+    rank: int = 0
 
 
 class WeightsGrant(Message, frozen=True, kw_only=True, tag=True):
-    """Comes with one read-only FD. ``chunk_digests``: sha256 of each 64 MiB of the mapping, in order."""
+    """Comes with one read-only FD. ``chunk_digests``: sha256 of each 64 MiB of the mapping, in order. An empty
+    ``layout`` is too large for a packet and comes in a second FD."""
 
     model: str
     version: int
@@ -65,6 +72,85 @@ class WeightsGrant(Message, frozen=True, kw_only=True, tag=True):
     layout: tuple[TensorSpec, ...]
     chunk_digests: tuple[bytes, ...]
     digest: str
+    rank: int = 0
+
+
+class RejoinWeights(Message, frozen=True, kw_only=True, tag=True):
+    """A reader that still maps ``version`` and whose owner came back: it is counted as a reader again. Answered by
+    WeightsInfo; Fenced for another owner generation, WeightsTorn when these bytes are whole no more."""
+
+    model: str
+    version: int
+    digest: str
+    owner_generation: int
+    rank: int = 0
+
+
+class BeginUpdate(Message, frozen=True, kw_only=True, tag=True):
+    """Needs role loader; one writer per model. ``mode``: "swap" writes the next version beside the last one, which
+    stays whole and readable until the commit; "in_place" overwrites it (engines paused, attach refused), needs no
+    second copy, and is open only to models configured ``update = "in_place"``; "" is what the model is configured
+    for. ``whole``: every byte will be written; a TORN model takes nothing else."""
+
+    model: str
+    from_version: int
+    owner_generation: int
+    mode: str = ""
+    whole: bool = False
+    rank: int = 0
+
+
+class UpdateGrant(Message, frozen=True, kw_only=True, tag=True):
+    """Comes with a read-write FD of the memory to write; with ``has_base`` a second, read-only FD of ``from_version``
+    follows (swap: the new memory is zeroes, so what is not written anew is copied from there); with an empty ``layout``
+    its FD is the last. ``chunk_digests``: of ``from_version``, () where its bytes are not whole."""
+
+    model: str
+    version: int
+    owner_generation: int
+    nbytes: int
+    layout: tuple[TensorSpec, ...]
+    chunk_digests: tuple[bytes, ...]
+    mode: str
+    has_base: bool
+    rank: int = 0
+
+
+class CommitUpdate(Message, frozen=True, kw_only=True, tag=True):
+    """``version``: the one of the grant. The writer has unmapped the memory (swap: a writable mapping that is left
+    refuses the commit, which can then be sent again). The owner hashes the bytes itself before it answers with
+    WeightsInfo; on a difference it answers WeightsBroken, and the model is as after an abort."""
+
+    model: str
+    version: int
+    owner_generation: int
+    chunk_digests: tuple[bytes, ...]
+    digest: str
+    rank: int = 0
+
+
+class AbortUpdate(Message, frozen=True, kw_only=True, tag=True):
+    """Answered by WeightsInfo. swap: the last version stays. in_place: TORN, unless ``touched`` is false and the
+    owner's own hash agrees."""
+
+    model: str
+    version: int
+    owner_generation: int
+    touched: bool = True
+    rank: int = 0
+
+
+class RepublishWeights(Message, frozen=True, kw_only=True, tag=True):
+    """Role loader or admin: load a TORN model from its configured files again. ``version``: the last whole one.
+    Answered by WeightsInfo when it is sealed."""
+
+    model: str
+    version: int
+    owner_generation: int
+    rank: int = 0
+
+
+# --- arenas -----------------------------------------------------------------------------------------------------
 
 
 class OpenArena(Message, frozen=True, kw_only=True, tag=True):
@@ -72,6 +158,7 @@ class OpenArena(Message, frozen=True, kw_only=True, tag=True):
 
     slot: str
     nbytes: int
+    rank: int = 0
 
 
 class ArenaGrant(Message, frozen=True, kw_only=True, tag=True):
@@ -81,6 +168,7 @@ class ArenaGrant(Message, frozen=True, kw_only=True, tag=True):
     epoch: int
     nbytes: int
     owner_generation: int
+    rank: int = 0
 
 
 class AcquireLease(Message, frozen=True, kw_only=True, tag=True):
@@ -88,6 +176,8 @@ class AcquireLease(Message, frozen=True, kw_only=True, tag=True):
 
     slot: str
     epoch: int
+    owner_generation: int
+    rank: int = 0
 
 
 class LeaseGrant(Message, frozen=True, kw_only=True, tag=True):
@@ -95,11 +185,24 @@ class LeaseGrant(Message, frozen=True, kw_only=True, tag=True):
 
     slot: str
     epoch: int
+    rank: int = 0
+
+
+class ReclaimLease(Message, frozen=True, kw_only=True, tag=True):
+    """The holder of the lease of ``epoch`` has lost its connection because the owner was replaced: this connection is
+    the lease from now on. Only the very process that holds it is believed. Answered by ArenaInfo."""
+
+    slot: str
+    epoch: int
+    owner_generation: int
+    rank: int = 0
 
 
 class BeginFence(Message, frozen=True, kw_only=True, tag=True):
     slot: str
     epoch: int
+    owner_generation: int
+    rank: int = 0
 
 
 class EndFence(Message, frozen=True, kw_only=True, tag=True):
@@ -107,12 +210,16 @@ class EndFence(Message, frozen=True, kw_only=True, tag=True):
 
     slot: str
     epoch: int
+    owner_generation: int
+    rank: int = 0
 
 
 class QuarantineArena(Message, frozen=True, kw_only=True, tag=True):
     slot: str
     epoch: int
+    owner_generation: int
     reason: str
+    rank: int = 0
 
 
 class RestoreArena(Message, frozen=True, kw_only=True, tag=True):
@@ -120,28 +227,57 @@ class RestoreArena(Message, frozen=True, kw_only=True, tag=True):
 
     slot: str
     epoch: int
+    owner_generation: int
+    rank: int = 0
+
+
+# --- status -----------------------------------------------------------------------------------------------------
 
 
 class ArenaInfo(Message, frozen=True, kw_only=True, tag=True):
-    """Reply of the fence messages, and a row of the status."""
+    """Reply of the fence messages, and a row of the status. ``resident``: bytes of it that exist. ``connected``: the
+    holder's connection is open (false for a while after the owner came back)."""
 
     slot: str
     state: str
     epoch: int
     nbytes: int
+    owner_generation: int = 0
     holder: str = ""
+    holder_pid: int = 0
     holder_alive: bool = False
+    connected: bool = False
+    resident: int = 0
+    reason: str = ""
+    rank: int = 0
 
 
-class WeightsInfo(msgspec.Struct, frozen=True, kw_only=True):
+class ReaderInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One process that maps a version of a model; an old version is one that it has not left yet."""
+
+    who: str
+    pid: int
+    version: int
+
+
+class WeightsInfo(Message, frozen=True, kw_only=True, tag=True):
+    """Reply of the update messages, and a row of the status. ``version``: the last sealed one. ``staging``: bytes of
+    a version being written beside it."""
+
     model: str
     state: str
     version: int
     nbytes: int
     digest: str
-    readers: tuple[str, ...]
+    readers: tuple[ReaderInfo, ...] = ()
     load_ms: float = 0.0
     load_mb_s: float = 0.0
+    owner_generation: int = 0
+    writer: str = ""
+    staging: int = 0
+    resident: int = 0
+    reason: str = ""
+    rank: int = 0
 
 
 class OwnerStatus(Message, frozen=True, kw_only=True, tag=True):
@@ -149,6 +285,9 @@ class OwnerStatus(Message, frozen=True, kw_only=True, tag=True):
 
 
 class OwnerStatusReply(Message, frozen=True, kw_only=True, tag=True):
+    """``store``: who keeps second copies of the descriptors ("" when nobody does: ``store_reason``). ``adopted``:
+    what this life took over from the last one. ``lost``: one sentence for each thing that died with the last life."""
+
     kind: str
     pid: int
     owner_generation: int
@@ -156,18 +295,40 @@ class OwnerStatusReply(Message, frozen=True, kw_only=True, tag=True):
     weights: tuple[WeightsInfo, ...] = ()
     arenas: tuple[ArenaInfo, ...] = ()
     connections: int = 0
+    store: str = ""
+    store_reason: str = ""
+    adopted: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
 
 Request = (
     Ping
     | Hello
     | AttachWeights
+    | RejoinWeights
+    | BeginUpdate
+    | CommitUpdate
+    | AbortUpdate
+    | RepublishWeights
     | OpenArena
     | AcquireLease
+    | ReclaimLease
     | BeginFence
     | EndFence
     | QuarantineArena
     | RestoreArena
     | OwnerStatus
 )
-Reply = Pong | Welcome | WeightsGrant | ArenaGrant | LeaseGrant | ArenaInfo | OwnerStatusReply | Done | ErrorReply
+Reply = (
+    Pong
+    | Welcome
+    | WeightsGrant
+    | WeightsInfo
+    | UpdateGrant
+    | ArenaGrant
+    | LeaseGrant
+    | ArenaInfo
+    | OwnerStatusReply
+    | Done
+    | ErrorReply
+)

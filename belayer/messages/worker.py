@@ -70,9 +70,11 @@ class WorkerStatusReply(Message, frozen=True, kw_only=True, tag=True):
 
 
 class TakeArena(Message, frozen=True, kw_only=True, tag=True):
-    """Acquire the lease at ``epoch`` and turn the private view into the shared arena at the same address."""
+    """Acquire the lease at ``epoch`` and turn the private view into the shared arena at the same address.
+    ``owner_generation``: of the kv owner that named the epoch; 0 is the one that the worker is connected to."""
 
     epoch: int
+    owner_generation: int = 0
 
 
 class FlushCache(Message, frozen=True, kw_only=True, tag=True):

@@ -191,8 +191,8 @@ class Engine:
                 return Pong(daemon="worker", pid=os.getpid(), instance=standing.worker_id)
             case m.WorkerStatus():
                 return self._status()
-            case m.TakeArena(epoch=epoch):
-                return self._take_arena(epoch)
+            case m.TakeArena(epoch=epoch, owner_generation=owner):
+                return self._take_arena(epoch, owner)
             case m.FlushCache():
                 return Done(detail=self._flush_and_adopt(), ms=watch.ms())
             case m.Unpark():
@@ -208,11 +208,11 @@ class Engine:
                 return Done(ms=watch.ms(), detail="no further step is taken")
         raise Refused(f"{type(message).__name__} is not handled by a worker")
 
-    def _take_arena(self, epoch: int) -> Done:
+    def _take_arena(self, epoch: int, owner_generation: int) -> Done:
         come_back()
         if self._arena.epoch >= 0:
             raise Refused(f"this worker already holds the lease of epoch {self._arena.epoch}")
-        ms = self._arena.promote(epoch)
+        ms = self._arena.promote(epoch, owner_generation)
         # What was computed in the private view is gone; a block of it must not be found again.
         self._flush()
         return Done(ms=ms, detail=f"lease of epoch {epoch}, arena shared at the same address")

@@ -49,6 +49,8 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     line = Line(paths.worker_sock(worker_id))
     owner_weights = OwnerClient(paths.owner_sock("weights"), Role.WORKER, worker_id)
     owner_kv = OwnerClient(paths.owner_sock("kv"), Role.WORKER, worker_id)
+    for owner in (owner_weights, owner_kv):  # an owner that was killed comes back, and is told what is mapped here
+        owner.keep(lambda said: logger.warning("owner_back", said=said))
     view = WeightsView(owner_weights, slot.model)
     view.verify()
     arena = ArenaView(owner_kv, slot_name, slot.kv_bytes + blocklog.room(slot.kv_bytes))

@@ -100,17 +100,19 @@ def test_the_fence_does_not_end_while_the_holder_lives(stack: Stack, kv: Path) -
     holder.send_signal(signal.SIGSTOP)
     eventually(lambda: procs.state(holder.pid) == "T", what="the holder stopped")
     admin = stack.admin()
-    begun, _ = admin.call(o.BeginFence(slot="slot0", epoch=0), o.ArenaInfo)
+    begun, _ = admin.call(o.BeginFence(slot="slot0", epoch=0, owner_generation=1), o.ArenaInfo)
     assert (begun.state, begun.holder_alive) == ("fencing", True)
     with pytest.raises(Refused, match="still alive"):
-        admin.call(o.EndFence(slot="slot0", epoch=0), o.ArenaInfo)
-    bad, _ = admin.call(o.QuarantineArena(slot="slot0", epoch=0, reason="not dead in time"), o.ArenaInfo)
+        admin.call(o.EndFence(slot="slot0", epoch=0, owner_generation=1), o.ArenaInfo)
+    bad, _ = admin.call(
+        o.QuarantineArena(slot="slot0", epoch=0, owner_generation=1, reason="not dead in time"), o.ArenaInfo
+    )
     assert bad.state == "quarantined"
     with pytest.raises(Refused, match="still alive"):
-        admin.call(o.RestoreArena(slot="slot0", epoch=0), o.ArenaInfo)
+        admin.call(o.RestoreArena(slot="slot0", epoch=0, owner_generation=1), o.ArenaInfo)
     hold_and_close.kill()
     hold_and_close.wait()
-    free, _ = admin.call(o.RestoreArena(slot="slot0", epoch=0), o.ArenaInfo)
+    free, _ = admin.call(o.RestoreArena(slot="slot0", epoch=0, owner_generation=1), o.ArenaInfo)
     assert (free.state, free.epoch) == ("free", 1)
     admin.close()
 
@@ -121,11 +123,11 @@ def test_roles_kinds_and_names_are_checked(stack: Stack, kv: Path) -> None:
         stranger.call(o.OpenArena(slot="slot0", nbytes=SIZE), o.ArenaGrant)
     client = worker(kv)
     with pytest.raises(Refused, match="needs role admin"):
-        client.call(o.BeginFence(slot="slot0", epoch=0), o.ArenaInfo)
+        client.call(o.BeginFence(slot="slot0", epoch=0, owner_generation=1), o.ArenaInfo)
     with pytest.raises(Refused, match="ask the owner of weights"):
         client.call(o.AttachWeights(model="smollm2"), o.WeightsGrant)
     with pytest.raises(SlotUnknown):
-        client.call(o.AcquireLease(slot="nowhere", epoch=0), o.LeaseGrant)
+        client.call(o.AcquireLease(slot="nowhere", epoch=0, owner_generation=1), o.LeaseGrant)
     with pytest.raises(Refused, match="bytes"):
         client.call(o.OpenArena(slot="slot0", nbytes=1 << 50), o.ArenaGrant)
     ArenaView(client, "slot0", SIZE)

@@ -13,6 +13,7 @@ from belayer.errors import DaemonUnreachable
 from belayer.messages import owner as o
 from belayer.paths import Paths
 from belayer.seqpacket import SeqClient
+from gpuowner.store import end_holder
 from tests.support.wait import eventually
 
 REPO = Path(__file__).resolve().parents[2]
@@ -75,7 +76,9 @@ class Stack:
 
     def end_fence(self) -> o.ArenaInfo:
         client = self.admin()
-        info, _ = client.call(o.EndFence(slot="slot0", epoch=self.arena().epoch), o.ArenaInfo)
+        now = self.arena()
+        message = o.EndFence(slot="slot0", epoch=now.epoch, owner_generation=now.owner_generation)
+        info, _ = client.call(message, o.ArenaInfo)
         client.close()
         return info
 
@@ -83,4 +86,6 @@ class Stack:
         for daemon in self._daemons:
             daemon.kill()
             daemon.wait()
+        for kind in ("weights", "kv"):
+            end_holder(self.paths.owner_holder_sock(kind))
         shutil.rmtree(self.root)

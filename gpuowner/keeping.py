@@ -1,0 +1,94 @@
+"""What arenas and models share: this life's generation, second copies of descriptors, and the ledger."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from belayer.errors import BelayerError, ErrorCode
+from gpuowner.backends.memfd import Memfd
+
+Key = tuple[str, int]  # slot or model, tensor-parallel rank
+
+
+class StoreLost(BelayerError):
+    """The keeper of second copies is gone: what is held now would not outlive this process."""
+
+    code = ErrorCode.OWNER_GONE
+
+
+class Store(Protocol):
+    """Keeps a second copy of descriptors beyond this process, by names that are never used twice."""
+
+    def describe(self) -> str:
+        """Who keeps them, for the status."""
+
+    def put(self, name: str, fd: int) -> None:
+        """When this returns, the copy outlives us. Raises StoreLost."""
+
+    def drop(self, name: str) -> None:
+        """Forget a copy. Raises StoreLost."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The peer of a request: its connection, and its process."""
+
+    peer: int
+    who: str
+    pid: int
+    pidfd: int
+
+
+@dataclass
+class Keeping:
+    """``write`` persists the whole ledger. ``store`` None: nobody keeps copies, and ``reason`` says why."""
+
+    generation: int
+    write: Callable[[], None]
+    store: Store | None
+    log: Callable[..., Any]
+    reason: str = ""
+    held: dict[str, int] = field(default_factory=dict)
+    _count: int = 0
+
+    def keep(self, label: str, fd: int) -> str:
+        """Put a second copy into the store and return its name. Without a store the owner serves all the same, and
+        its status says that it would not outlive its own death."""
+        self._count += 1
+        name = f"{label}.g{self.generation}.{self._count}"
+        self.held[name] = fd
+        if self.store is not None:
+            try:
+                self.store.put(name, fd)
+            except StoreLost as why:
+                self.lost(why.message)
+        return name
+
+    def drop(self, name: str) -> None:
+        self.held.pop(name, None)
+        if self.store is not None:
+            try:
+                self.store.drop(name)
+            except StoreLost as why:
+                self.lost(why.message)
+
+    def save(self) -> None:
+        self.write()
+
+    def lost(self, reason: str) -> None:
+        self.store, self.reason = None, reason
+        self.log("store_lost", why=reason, kept="memory in this process only")
+
+    def renew(self, store: Store) -> None:
+        """A new store takes copies of everything that is held. Raises StoreLost."""
+        for name, fd in self.held.items():
+            store.put(name, fd)
+        self.store, self.reason = store, ""
+
+
+def resident(memory: Memfd) -> int:
+    """Bytes of an allocation that exist: a memfd has a page only once it was written."""
+    return os.fstat(memory.fd).st_blocks * 512
