@@ -52,8 +52,8 @@ class Model(_Section, frozen=True, kw_only=True):
 class Slot(_Section, frozen=True, kw_only=True):
     """One engine. ``hang_limit_s``: silence of the scheduler loop that counts as a hang, outside announced phases.
     ``kv_bytes``: size of the KV arena. ``kv_reuse``: a new main goes on with the KV blocks that the killed one had
-    finished, instead of computing the context again; it trusts that a main which died wrote no wrong numbers before. ``spare``: takes no requests until a slot of the same
-    model is quarantined, and then takes its place."""
+    finished, instead of computing the context again; it trusts that a main which died wrote no wrong numbers before.
+    ``spare``: takes no requests until a slot of the same model is quarantined, and then takes its place."""
 
     name: str
     model: str
@@ -68,17 +68,29 @@ class Slot(_Section, frozen=True, kw_only=True):
     spare: bool = False
     hang_limit_s: Positive = 2.0
     start_deadline_s: Positive = 180.0
+    on_death: Literal["", "resume", "abort", "error"] = ""
 
 
 class Router(_Section, frozen=True, kw_only=True):
     """``journal_every``: tokens of one request between two journal records (the paper's k = 256).
-    ``request_deadline_s``: how long an interrupted or new request may wait without a worker."""
+    ``request_deadline_s``: how long an interrupted or new request may wait without a worker; ``silence_s``: how long a
+    worker may have one without a word; ``read_deadline_s``: how long a client may take to send one.
+    ``journal_sync``: when the disk is waited for. ``same_id``: a second request with the id of a running one is
+    refused, or hears the same stream. ``on_death``: what becomes of requests whose worker dies and who say nothing."""
 
     host: Text = "127.0.0.1"
     port: Port = 8000
     journal_every: PositiveInt = 256
     journal_max_mb: PositiveInt = 512
+    journal_sync: Literal["never", "finish", "always"] = "never"
+    keep_finished_mb: PositiveInt = 64
+    same_id: Literal["refuse", "attach"] = "refuse"
+    on_death: Literal["resume", "abort", "error"] = "resume"
     request_deadline_s: Positive = 120.0
+    silence_s: Positive = 300.0
+    read_deadline_s: Positive = 30.0
+    max_body_mb: PositiveInt = 64
+    max_requests: PositiveInt = 4096
     deaths_per_request: PositiveInt = 2
 
 

@@ -152,7 +152,11 @@ class LocalHost:
         return self.wait(what, probe, within)
 
     def until_protected(self, within: float = 300.0) -> HostStatusReply:
-        return self.until("protected slots", lambda s: bool(s.slots) and all(row.protected for row in s.slots), within)
+        return self.until(
+            "protected slots",
+            lambda s: bool(s.slots) and all(row.protected or row.state == "reserve" for row in s.slots),
+            within,
+        )
 
     def stop(self) -> None:
         """End everything below this root and see it dead."""

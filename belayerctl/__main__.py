@@ -11,7 +11,7 @@ from belayer.errors import BelayerError
 from belayerctl.handover import handover
 from belayerctl.incidents import incidents
 from belayerctl.inject import inject
-from belayerctl.lists import config, owners, restore, sandboxes
+from belayerctl.lists import config, gpu, owners, restore, sandboxes
 from belayerctl.status import status
 from belayerctl.top import top
 
@@ -25,7 +25,7 @@ def cli() -> None:
     pass
 
 
-for _command in (status, top, handover, inject, incidents, owners, sandboxes, restore, config):
+for _command in (status, top, handover, inject, incidents, owners, sandboxes, restore, gpu, config):
     cli.add_command(_command)
 
 

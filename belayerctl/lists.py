@@ -50,6 +50,14 @@ def restore(paths: Paths, as_json: bool, timeout: float, slot: str) -> int:
     return OK
 
 
+@click.group(help="Devices that a slot was quarantined on.")
+def gpu() -> None:
+    pass
+
+
+gpu.add_command(restore)
+
+
 @click.group(help="The configuration file.")
 def config() -> None:
     pass

@@ -13,7 +13,14 @@ from belayer.messages.control import HostStatusReply, Incident, SlotView
 from belayer.messages.router import RouterStatusReply
 from belayer.messages.sandbox import SandboxList
 
-_COLOURS = {"protected": "green", "rearming": "yellow", "exposed": "yellow", "quarantined": "red", "empty": "red"}
+_COLOURS = {
+    "protected": "green",
+    "rearming": "yellow",
+    "exposed": "yellow",
+    "quarantined": "red",
+    "reserve": "cyan",
+    "empty": "red",
+}
 
 
 def state(text: str) -> Text:
@@ -41,7 +48,7 @@ def health(status: HostStatusReply) -> str:
     missing = {"weights", "kv"} - {owner.kind for owner in status.owners}
     why = [f"gpuowner@{kind} does not answer" for kind in sorted(missing)]
     why += [] if status.router else ["belayer-router does not answer"]
-    why += [f"{slot.slot} is not protected" for slot in status.slots if not slot.protected]
+    why += [f"{slot.slot} is not protected" for slot in status.slots if not slot.protected and slot.state != "reserve"]
     return "NOT healthy: " + ", ".join(why or ["no slots"])
 
 

@@ -24,6 +24,7 @@ class State(StrEnum):
     REARMING = "rearming"  # (serving, starting)
     PROTECTED = "protected"  # (serving, ready)
     FENCING = "fencing"  # (lost, none or starting): main lost and no shadow ready; the fence runs first
+    RESERVE = "reserve"  # (none, ready): a spare slot; its worker takes the place of a quarantined slot when called
     QUARANTINED = "quarantined"  # (none, none): the device is excluded until an operator restores it
 
 
@@ -70,7 +71,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
     """All that must survive belayerd. ``generation``: of the last main. ``failed_starts``: in a row.
-    ``last_failover``: monotonic time of the last handover that a failure caused (same boot only)."""
+    ``last_failover``: monotonic time of the last handover that a failure caused (same boot only). ``spare``: not called
+    yet, so no main is made of a ready worker."""
 
     slot: str
     state: State = State.EMPTY
@@ -84,6 +86,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     last_failover: float | None = None
     reason: str = ""
     boot_id: str = ""
+    spare: bool = False
 
     @property
     def protected(self) -> bool:
@@ -158,6 +161,10 @@ class RouterBack(Event, frozen=True, kw_only=True):
 
 class ArenaGone(Event, frozen=True, kw_only=True):
     """The kv owner is another life and does not hold the arena that the ready shadow maps."""
+
+
+class Called(Event, frozen=True, kw_only=True):
+    """A slot of the same model was quarantined: this spare takes its place."""
 
 
 # --- effects ----------------------------------------------------------------------------------------------------
@@ -250,4 +257,5 @@ EVENTS: tuple[type[Event], ...] = (
     BackoffOver,
     RouterBack,
     ArenaGone,
+    Called,
 )

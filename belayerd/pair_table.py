@@ -1,468 +1,156 @@
 """One slot's decisions as a total table: (state, event, now) -> state and ordered effects. Pure.
 
 Every (state, event) pair is decided here, "ignore" and "refuse" included, with the states that it may lead to;
-tests walk the table and stop after every effect. ``Save`` comes before the effects that others can see: a belayerd
-that dies in between finds in the file what it may have begun, never less.
+tests walk the table and stop after every effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import msgspec
-
+from belayerd import pair_rules as r
 from belayerd import policy
-from belayerd.handover import BY_ACTION, Action, OnFailure, plan_for
 from belayerd.pair import (
     ActionDone,
     ActionFailed,
-    Alert,
-    Announce,
     ArenaGone,
     BackoffOver,
-    Cause,
-    Effect,
+    Called,
     Event,
     HandoverAsked,
-    Kill,
     Pair,
-    Perform,
-    QuarantineArena,
-    Record,
-    Ref,
-    Refuse,
-    RestoreArena,
     RestoreAsked,
     RouterBack,
-    Running,
-    Save,
-    Spawn,
     Spawned,
     SpawnFailed,
     StandbyReady,
     State,
-    Timing,
-    Wait,
     Wanted,
-    Withdraw,
     WorkerLost,
 )
 
-Out = tuple[Pair, list[Effect]]
-Rule = Callable[[Pair, Event, float, policy.Limits], Out]
-
-
-def _set(pair: Pair, **changes: object) -> Pair:
-    return msgspec.structs.replace(pair, **changes)
-
-
-# --- rules ------------------------------------------------------------------------------------------------------
-
-
-def _ignore(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    return pair, []
-
-
-def _refuse(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    raise Refuse(f"slot {pair.slot} is {pair.state}" + (f" ({pair.reason})" if pair.reason else ""))
-
-
-def _start(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    return _set(pair, state=State.ARMING, reason=""), [Save(), Spawn()]
-
-
-def _again(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """The back-off before another start is over (nothing to do when a worker is on its way already)."""
-    return pair, [] if pair.shadow else [Spawn()]
-
-
-def _rearm(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    return _set(pair, state=State.REARMING), [Save(), Spawn()]
-
-
-def _spawned(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, Spawned)
-    if pair.shadow is not None:
-        return pair, [Kill(worker=event.worker)]
-    return _set(pair, shadow=event.worker), [Save()]
-
-
-def _spawned_unwanted(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, Spawned)
-    return pair, [Kill(worker=event.worker)]
-
-
-def _start_failed(pair: Pair, reason: str, limits: policy.Limits, without: State, again: State) -> Out:
-    failed = pair.failed_starts + 1
-    pair = _set(pair, shadow=None, failed_starts=failed, reason=reason)
-    if policy.gives_up(failed, limits):
-        reason = f"{failed} starts in a row failed, the last one: {reason}"
-        return _set(pair, state=without, reason=reason), [Save(), Alert(reason=reason)]
-    return _set(pair, state=again), [Save(), Wait(seconds=policy.backoff(failed, limits))]
-
-
-def _first_start_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, SpawnFailed)
-    return _start_failed(pair, event.reason, limits, State.EMPTY, State.ARMING)
-
-
-def _rearm_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, SpawnFailed)
-    return _start_failed(pair, event.reason, limits, State.EXPOSED, State.REARMING)
-
-
-def _candidate_ready(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """A worker is ready and no main serves: promote it, or go on with the handover that lost its candidate."""
-    assert isinstance(event, StandbyReady)
-    if pair.shadow is None or pair.shadow.worker_id != event.worker_id:
-        return pair, []
-    pair = _set(pair, failed_starts=0, reason="")
-    running = pair.running
-    if running is None:
-        running = Running(
-            incident_id=f"start-{event.worker_id}",
-            cause=Cause.START,
-            detail="first main",
-            plan=plan_for(has_old_main=False),
-            done=0,
-            old=None,
-            detected_at=now,
-        )
-    if pair.oracle is None or pair.oracle.weight_version != event.oracle.weight_version:
-        # The first worker of a weight version records the oracle that all later ones must equal (R5).
-        pair = _set(pair, oracle=event.oracle)
-    return _perform(_set(pair, state=State.HANDOVER, running=running))
-
-
-def _shadow_ready(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, StandbyReady)
-    if pair.shadow is None or pair.shadow.worker_id != event.worker_id:
-        return pair, []
-    return _set(pair, state=State.PROTECTED, failed_starts=0, reason=""), [Save()]
-
-
-def _perform(pair: Pair) -> Out:
-    """Save, then the next action of the running handover."""
-    running = pair.running
-    assert running is not None
-    action = running.action
-    assert action is not None
-    running = msgspec.structs.replace(running, serial=running.serial + 1)
-    worker = pair.shadow if pair.state is State.HANDOVER else None
-    perform = Perform(
-        action=action, serial=running.serial, worker=worker, old=running.old, generation=pair.generation + 1
-    )
-    return _set(pair, running=running), [Save(), perform]
-
-
-def _begin(pair: Pair, cause: Cause, detail: str, incident_id: str, now: float) -> Pair:
-    running = Running(
-        incident_id=incident_id,
-        cause=cause,
-        detail=detail,
-        plan=plan_for(has_old_main=True),
-        done=0,
-        old=pair.main,
-        detected_at=now,
-    )
-    return _set(pair, main=None, running=running)
-
-
-def _main_lost(to: State) -> Rule:
-    """HANDOVER with a ready shadow. FENCING without one (degraded path): unregister and fence now, promote when one
-    is ready. A lost shadow is only replaced."""
-
-    def rule(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-        assert isinstance(event, WorkerLost)
-        if pair.shadow is not None and event.worker_id == pair.shadow.worker_id:
-            return _shadow_lost(pair, event, now, limits)
-        if pair.main is None or event.worker_id != pair.main.worker_id:
-            return pair, []
-        if policy.is_repeat(pair.last_failover, now, limits):
-            return _repeat(pair, event, now)
-        return _begin_and_perform(_begin(pair, event.cause, event.detail, event.incident_id, now), to)
-
-    return rule
-
-
-def _begin_and_perform(begun: Pair, to: State) -> Out:
-    after, effects = _perform(_set(begun, state=to))
-    assert after.running is not None
-    return after, [*effects, Record(running=after.running, outcome="open")]
-
-
-def _shadow_lost(pair: Pair, event: WorkerLost, now: float, limits: policy.Limits) -> Out:
-    assert pair.shadow is not None
-    after, effects = _start_failed(pair, f"shadow lost: {event.detail}", limits, State.EXPOSED, State.REARMING)
-    return after, [Kill(worker=pair.shadow), *effects]
-
-
-def _repeat(pair: Pair, event: WorkerLost, now: float) -> Out:
-    """A second failure inside the post-handover window is hardware (R7)."""
-    assert pair.last_failover is not None
-    ago = now - pair.last_failover
-    reason = f"second failure {ago:.1f} s after a handover: {event.cause}, {event.detail}"
-    begun = _begin(pair, event.cause, event.detail, event.incident_id, now)
-    assert begun.running is not None
-    return _quarantine(begun, reason)
-
-
-def _quarantine(pair: Pair, reason: str) -> Out:
-    running = pair.running
-    workers = [ref for ref in (running.old if running else None, pair.main, pair.shadow) if ref is not None]
-    effects: list[Effect] = [Save(), Withdraw(generation=pair.generation, reason=reason)]
-    effects += [Kill(worker=worker) for worker in workers]
-    effects += [QuarantineArena(reason=reason)]
-    if running is not None:
-        effects += [Record(running=running, outcome=f"quarantined: {reason}")]
-    effects += [Alert(reason=reason)]
-    after = _set(pair, state=State.QUARANTINED, main=None, shadow=None, running=None, reason=reason, failed_starts=0)
-    return after, effects
-
-
-def _candidate_lost(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, WorkerLost)
-    if pair.shadow is None or event.worker_id != pair.shadow.worker_id:
-        return pair, []
-    return _drop_candidate(pair, pair.shadow, event.detail, limits)
-
-
-def _drop_candidate(pair: Pair, worker: Ref, detail: str, limits: policy.Limits) -> Out:
-    """No main serves and the candidate died: another one. What the handover has done to the old main stays done;
-    what was done to the candidate begins again with the next one. A candidate that may have held the lease, or
-    may have been registered, is itself unregistered and fenced like a main, and its generation is spent."""
-    running = pair.running
-    if running is not None:
-        if running.done >= running.plan.index(Action.LEASE):
-            running = msgspec.structs.replace(running, plan=plan_for(has_old_main=True), done=0, old=worker)
-            pair = _set(pair, generation=pair.generation + 1)
-        else:
-            done = min(running.done, running.plan.index(Action.OWNERS))
-            running = msgspec.structs.replace(running, done=done)
-        running = msgspec.structs.replace(running, serial=running.serial + 1)
-    after, effects = _start_failed(
-        _set(pair, running=running), f"worker lost: {detail}", limits, State.EMPTY, State.ARMING
-    )
-    if after.state is State.EMPTY and running is not None:
-        after, effects = _quarantine(after, after.reason)
-    return after, [Kill(worker=worker), *effects]
-
-
-def _fencing_lost(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """The worker that was starting died while the old main is being fenced: forget it, the fence goes on."""
-    assert isinstance(event, WorkerLost)
-    if pair.shadow is None or event.worker_id != pair.shadow.worker_id:
-        return pair, []
-    return _set(pair, shadow=None), [Kill(worker=pair.shadow), Save()]
-
-
-def _fencing_ready(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """Ready while the old main is still being fenced: go on as a handover; the pending action's end drives it."""
-    assert isinstance(event, StandbyReady)
-    if pair.shadow is None or pair.shadow.worker_id != event.worker_id:
-        return pair, []
-    return _set(pair, state=State.HANDOVER, failed_starts=0), [Save()]
-
-
-def _note(running: Running, event: ActionDone) -> Running:
-    timing = Timing(action=event.action, ms=event.ms, detail=event.detail)
-    return msgspec.structs.replace(running, done=running.done + 1, timings=(*running.timings, timing))
-
-
-def _fencing_done(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, ActionDone)
-    running = pair.running
-    if running is None or event.serial != running.serial:
-        return pair, []
-    running = _note(running, event)
-    pair = _set(pair, running=running)
-    if running.action is not None and running.plan.index(Action.FENCE) >= running.done:
-        return _perform(pair)
-    # Fenced: the rest needs a worker. One that is starting already is waited for, else one is started.
-    after = _set(pair, state=State.ARMING)
-    return after, [Save()] if pair.shadow else [Save(), Spawn()]
-
-
-def _handover_done(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, ActionDone)
-    running = pair.running
-    if running is None or event.serial != running.serial:
-        return pair, []
-    running = _note(running, event)
-    pair = _set(pair, running=running)
-    if running.action is not None:
-        return _perform(pair)
-    failed = running.cause in (Cause.DEATH, Cause.HANG, Cause.STUCK)
-    after = _set(
-        pair,
-        state=State.REARMING,
-        generation=pair.generation + 1,
-        main=pair.shadow,
-        shadow=None,
-        running=None,
-        handovers=pair.handovers + (running.cause is not Cause.START),
-        last_failover=now if failed else pair.last_failover,
-    )
-    # The new main serves from here on; re-arming starts at once so that the slot is exposed for seconds only.
-    return after, [Save(), Record(running=running, outcome="served"), Spawn(yielding=running.cause is not Cause.START)]
-
-
-def _action_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert isinstance(event, ActionFailed)
-    running = pair.running
-    if running is None or event.serial != running.serial:
-        return pair, []
-    if event.worker_gone and pair.shadow is not None:
-        return _drop_candidate(pair, pair.shadow, event.reason, limits)
-    if BY_ACTION[event.action].on_failure is OnFailure.RETRY:
-        return _set(pair, reason=f"{event.action}: {event.reason}"), [Wait(seconds=limits.retry_s)]
-    return _quarantine(pair, f"{event.action} failed: {event.reason}")
-
-
-def _retry(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    return _perform(_set(pair, reason=""))
-
-
-def _asked(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """A planned handover is the same path; the old main is fenced like a dead one."""
-    assert isinstance(event, HandoverAsked)
-    return _begin_and_perform(_begin(pair, Cause.OPERATOR, event.reason, event.incident_id, now), State.HANDOVER)
-
-
-def _still_quarantined(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """After a restart of belayerd: the effects of the quarantine may not have been performed."""
-    return pair, [
-        Withdraw(generation=pair.generation, reason=pair.reason),
-        QuarantineArena(reason=pair.reason),
-    ]
-
-
-def _restored(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    after = _set(pair, state=State.ARMING, reason="", last_failover=None, failed_starts=0)
-    return after, [RestoreArena(), Save(), Spawn()]
-
-
-def _rearm_anew(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    """The shadow could not take over: another one, which opens its arena at the owner that lives. The main goes on
-    in the memory that it has mapped."""
-    assert pair.shadow is not None
-    after = _set(pair, state=State.REARMING, shadow=None, reason="the kv owner was replaced")
-    return after, [Kill(worker=pair.shadow), Save(), Spawn()]
-
-
-def _announce(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
-    assert pair.main is not None
-    return pair, [Announce(worker=pair.main, generation=pair.generation)]
-
-
 S = State
 # (state, event) -> (rule, states it may lead to). Total: tests/tables walks every pair.
-TABLE: dict[tuple[State, type[Event]], tuple[Rule, frozenset[State]]] = {}
+TABLE: dict[tuple[State, type[Event]], tuple[r.Rule, frozenset[State]]] = {}
 
 
-def _row(state: State, event: type[Event], rule: Rule, *to: State) -> None:
+def _row(state: State, event: type[Event], rule: r.Rule, *to: State) -> None:
     TABLE[state, event] = (rule, frozenset(to) if to else frozenset({state}))
 
 
-_row(S.EMPTY, Wanted, _start, S.ARMING)
-_row(S.EMPTY, Spawned, _spawned_unwanted)
-_row(S.EMPTY, SpawnFailed, _ignore)
-_row(S.EMPTY, StandbyReady, _ignore)
-_row(S.EMPTY, WorkerLost, _ignore)
-_row(S.EMPTY, ActionDone, _ignore)
-_row(S.EMPTY, ActionFailed, _ignore)
-_row(S.EMPTY, HandoverAsked, _refuse)
-_row(S.EMPTY, RestoreAsked, _start, S.ARMING)
-_row(S.EMPTY, BackoffOver, _ignore)
-_row(S.EMPTY, RouterBack, _ignore)
+_row(S.EMPTY, Wanted, r.start, S.ARMING)
+_row(S.EMPTY, Spawned, r.spawned_unwanted)
+_row(S.EMPTY, SpawnFailed, r.ignore)
+_row(S.EMPTY, StandbyReady, r.ignore)
+_row(S.EMPTY, WorkerLost, r.ignore)
+_row(S.EMPTY, ActionDone, r.ignore)
+_row(S.EMPTY, ActionFailed, r.ignore)
+_row(S.EMPTY, HandoverAsked, r.refuse)
+_row(S.EMPTY, RestoreAsked, r.start, S.ARMING)
+_row(S.EMPTY, BackoffOver, r.ignore)
+_row(S.EMPTY, RouterBack, r.ignore)
 
-_row(S.ARMING, Wanted, _again)
-_row(S.ARMING, Spawned, _spawned)
-_row(S.ARMING, SpawnFailed, _first_start_failed, S.ARMING, S.EMPTY)
-_row(S.ARMING, StandbyReady, _candidate_ready, S.HANDOVER, S.ARMING)
-_row(S.ARMING, WorkerLost, _candidate_lost, S.ARMING, S.EMPTY, S.QUARANTINED)
-_row(S.ARMING, ActionDone, _ignore)
-_row(S.ARMING, ActionFailed, _ignore)
-_row(S.ARMING, HandoverAsked, _refuse)
-_row(S.ARMING, RestoreAsked, _refuse)
-_row(S.ARMING, BackoffOver, _again)
-_row(S.ARMING, RouterBack, _ignore)
+_row(S.ARMING, Wanted, r.again)
+_row(S.ARMING, Spawned, r.spawned)
+_row(S.ARMING, SpawnFailed, r.first_start_failed, S.ARMING, S.EMPTY)
+_row(S.ARMING, StandbyReady, r.candidate_ready, S.HANDOVER, S.ARMING, S.RESERVE)
+_row(S.ARMING, WorkerLost, r.candidate_lost, S.ARMING, S.EMPTY, S.QUARANTINED)
+_row(S.ARMING, ActionDone, r.ignore)
+_row(S.ARMING, ActionFailed, r.ignore)
+_row(S.ARMING, HandoverAsked, r.refuse)
+_row(S.ARMING, RestoreAsked, r.refuse)
+_row(S.ARMING, BackoffOver, r.again)
+_row(S.ARMING, RouterBack, r.ignore)
 
-_row(S.HANDOVER, Wanted, _retry)
-_row(S.HANDOVER, Spawned, _spawned_unwanted)
-_row(S.HANDOVER, SpawnFailed, _ignore)
-_row(S.HANDOVER, StandbyReady, _ignore)
-_row(S.HANDOVER, WorkerLost, _candidate_lost, S.HANDOVER, S.ARMING, S.EMPTY, S.QUARANTINED)
-_row(S.HANDOVER, ActionDone, _handover_done, S.HANDOVER, S.REARMING)
-_row(S.HANDOVER, ActionFailed, _action_failed, S.HANDOVER, S.ARMING, S.EMPTY, S.QUARANTINED)
-_row(S.HANDOVER, HandoverAsked, _refuse)
-_row(S.HANDOVER, RestoreAsked, _refuse)
-_row(S.HANDOVER, BackoffOver, _retry)
-_row(S.HANDOVER, RouterBack, _ignore)
+_row(S.HANDOVER, Wanted, r.retry)
+_row(S.HANDOVER, Spawned, r.spawned_unwanted)
+_row(S.HANDOVER, SpawnFailed, r.ignore)
+_row(S.HANDOVER, StandbyReady, r.ignore)
+_row(S.HANDOVER, WorkerLost, r.candidate_lost, S.HANDOVER, S.ARMING, S.EMPTY, S.QUARANTINED)
+_row(S.HANDOVER, ActionDone, r.handover_done, S.HANDOVER, S.REARMING)
+_row(S.HANDOVER, ActionFailed, r.action_failed, S.HANDOVER, S.ARMING, S.EMPTY, S.QUARANTINED)
+_row(S.HANDOVER, HandoverAsked, r.refuse)
+_row(S.HANDOVER, RestoreAsked, r.refuse)
+_row(S.HANDOVER, BackoffOver, r.retry)
+_row(S.HANDOVER, RouterBack, r.ignore)
 
 for _state, _next in ((S.EXPOSED, S.EXPOSED), (S.REARMING, S.REARMING), (S.PROTECTED, S.PROTECTED)):
-    _row(_state, ActionDone, _ignore)
-    _row(_state, ActionFailed, _ignore)
-    _row(_state, RouterBack, _announce)
+    _row(_state, ActionDone, r.ignore)
+    _row(_state, ActionFailed, r.ignore)
+    _row(_state, RouterBack, r.announce)
 
-_row(S.EXPOSED, Wanted, _rearm, S.REARMING)
-_row(S.EXPOSED, Spawned, _spawned_unwanted)
-_row(S.EXPOSED, SpawnFailed, _ignore)
-_row(S.EXPOSED, StandbyReady, _ignore)
-_row(S.EXPOSED, WorkerLost, _main_lost(S.FENCING), S.EXPOSED, S.FENCING, S.QUARANTINED)
-_row(S.EXPOSED, HandoverAsked, _refuse)
-_row(S.EXPOSED, RestoreAsked, _rearm, S.REARMING)
-_row(S.EXPOSED, BackoffOver, _rearm, S.REARMING)
+_row(S.EXPOSED, Wanted, r.rearm, S.REARMING)
+_row(S.EXPOSED, Spawned, r.spawned_unwanted)
+_row(S.EXPOSED, SpawnFailed, r.ignore)
+_row(S.EXPOSED, StandbyReady, r.ignore)
+_row(S.EXPOSED, WorkerLost, r.main_lost(S.FENCING), S.EXPOSED, S.FENCING, S.QUARANTINED)
+_row(S.EXPOSED, HandoverAsked, r.refuse)
+_row(S.EXPOSED, RestoreAsked, r.rearm, S.REARMING)
+_row(S.EXPOSED, BackoffOver, r.rearm, S.REARMING)
 
-_row(S.REARMING, Wanted, _again)
-_row(S.REARMING, Spawned, _spawned)
-_row(S.REARMING, SpawnFailed, _rearm_failed, S.REARMING, S.EXPOSED)
-_row(S.REARMING, StandbyReady, _shadow_ready, S.PROTECTED, S.REARMING)
-_row(S.REARMING, WorkerLost, _main_lost(S.FENCING), S.REARMING, S.EXPOSED, S.FENCING, S.QUARANTINED)
-_row(S.REARMING, HandoverAsked, _refuse)
-_row(S.REARMING, RestoreAsked, _refuse)
-_row(S.REARMING, BackoffOver, _again)
+_row(S.REARMING, Wanted, r.again)
+_row(S.REARMING, Spawned, r.spawned)
+_row(S.REARMING, SpawnFailed, r.rearm_failed, S.REARMING, S.EXPOSED)
+_row(S.REARMING, StandbyReady, r.shadow_ready, S.PROTECTED, S.REARMING)
+_row(S.REARMING, WorkerLost, r.main_lost(S.FENCING), S.REARMING, S.EXPOSED, S.FENCING, S.QUARANTINED)
+_row(S.REARMING, HandoverAsked, r.refuse)
+_row(S.REARMING, RestoreAsked, r.refuse)
+_row(S.REARMING, BackoffOver, r.again)
 
-_row(S.PROTECTED, Wanted, _ignore)
-_row(S.PROTECTED, Spawned, _spawned_unwanted)
-_row(S.PROTECTED, SpawnFailed, _ignore)
-_row(S.PROTECTED, StandbyReady, _ignore)
-_row(S.PROTECTED, WorkerLost, _main_lost(S.HANDOVER), S.PROTECTED, S.REARMING, S.EXPOSED, S.HANDOVER, S.QUARANTINED)
-_row(S.PROTECTED, HandoverAsked, _asked, S.HANDOVER)
-_row(S.PROTECTED, RestoreAsked, _refuse)
-_row(S.PROTECTED, BackoffOver, _ignore)
+_row(S.PROTECTED, Wanted, r.ignore)
+_row(S.PROTECTED, Spawned, r.spawned_unwanted)
+_row(S.PROTECTED, SpawnFailed, r.ignore)
+_row(S.PROTECTED, StandbyReady, r.ignore)
+_row(S.PROTECTED, WorkerLost, r.main_lost(S.HANDOVER), S.PROTECTED, S.REARMING, S.EXPOSED, S.HANDOVER, S.QUARANTINED)
+_row(S.PROTECTED, HandoverAsked, r.asked, S.HANDOVER)
+_row(S.PROTECTED, RestoreAsked, r.refuse)
+_row(S.PROTECTED, BackoffOver, r.ignore)
 
-_row(S.FENCING, Wanted, _retry)
-_row(S.FENCING, Spawned, _spawned)
-_row(S.FENCING, SpawnFailed, _ignore)
-_row(S.FENCING, StandbyReady, _fencing_ready, S.FENCING, S.HANDOVER)
-_row(S.FENCING, WorkerLost, _fencing_lost)
-_row(S.FENCING, ActionDone, _fencing_done, S.FENCING, S.ARMING)
-_row(S.FENCING, ActionFailed, _action_failed, S.FENCING, S.QUARANTINED)
-_row(S.FENCING, HandoverAsked, _refuse)
-_row(S.FENCING, RestoreAsked, _refuse)
-_row(S.FENCING, BackoffOver, _retry)
-_row(S.FENCING, RouterBack, _ignore)
+_row(S.FENCING, Wanted, r.retry)
+_row(S.FENCING, Spawned, r.spawned)
+_row(S.FENCING, SpawnFailed, r.ignore)
+_row(S.FENCING, StandbyReady, r.fencing_ready, S.FENCING, S.HANDOVER)
+_row(S.FENCING, WorkerLost, r.fencing_lost)
+_row(S.FENCING, ActionDone, r.fencing_done, S.FENCING, S.ARMING)
+_row(S.FENCING, ActionFailed, r.action_failed, S.FENCING, S.QUARANTINED)
+_row(S.FENCING, HandoverAsked, r.refuse)
+_row(S.FENCING, RestoreAsked, r.refuse)
+_row(S.FENCING, BackoffOver, r.retry)
+_row(S.FENCING, RouterBack, r.ignore)
 
-_row(S.QUARANTINED, Wanted, _still_quarantined)
-_row(S.QUARANTINED, Spawned, _spawned_unwanted)
-_row(S.QUARANTINED, SpawnFailed, _ignore)
-_row(S.QUARANTINED, StandbyReady, _ignore)
-_row(S.QUARANTINED, WorkerLost, _ignore)
-_row(S.QUARANTINED, ActionDone, _ignore)
-_row(S.QUARANTINED, ActionFailed, _ignore)
-_row(S.QUARANTINED, HandoverAsked, _refuse)
-_row(S.QUARANTINED, RestoreAsked, _restored, S.ARMING)
-_row(S.QUARANTINED, BackoffOver, _ignore)
-_row(S.QUARANTINED, RouterBack, _ignore)
+_row(S.RESERVE, Wanted, r.ignore)
+_row(S.RESERVE, Spawned, r.spawned_unwanted)
+_row(S.RESERVE, SpawnFailed, r.ignore)
+_row(S.RESERVE, StandbyReady, r.ignore)
+_row(S.RESERVE, WorkerLost, r.reserve_lost, S.RESERVE, S.ARMING, S.EMPTY)
+_row(S.RESERVE, ActionDone, r.ignore)
+_row(S.RESERVE, ActionFailed, r.ignore)
+_row(S.RESERVE, HandoverAsked, r.refuse)
+_row(S.RESERVE, RestoreAsked, r.refuse)
+_row(S.RESERVE, BackoffOver, r.ignore)
+_row(S.RESERVE, RouterBack, r.ignore)
+
+_row(S.QUARANTINED, Wanted, r.still_quarantined)
+_row(S.QUARANTINED, Spawned, r.spawned_unwanted)
+_row(S.QUARANTINED, SpawnFailed, r.ignore)
+_row(S.QUARANTINED, StandbyReady, r.ignore)
+_row(S.QUARANTINED, WorkerLost, r.ignore)
+_row(S.QUARANTINED, ActionDone, r.ignore)
+_row(S.QUARANTINED, ActionFailed, r.ignore)
+_row(S.QUARANTINED, HandoverAsked, r.refuse)
+_row(S.QUARANTINED, RestoreAsked, r.restored, S.ARMING)
+_row(S.QUARANTINED, BackoffOver, r.ignore)
+_row(S.QUARANTINED, RouterBack, r.ignore)
 
 for _state in S:
-    if _state is not S.PROTECTED:
-        _row(_state, ArenaGone, _ignore)
-_row(S.PROTECTED, ArenaGone, _rearm_anew, S.REARMING)
+    _row(_state, ArenaGone, r.ignore)
+    _row(_state, Called, r.ignore)
+_row(S.PROTECTED, ArenaGone, r.rearm_anew, S.REARMING)
+_row(S.RESERVE, ArenaGone, r.reserve_anew, S.ARMING)
+_row(S.RESERVE, Called, r.called_ready, S.HANDOVER)
+_row(S.ARMING, Called, r.called_early)
+_row(S.EMPTY, Called, r.called_down, S.ARMING)
 
 
-def step(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
+def step(pair: Pair, event: Event, now: float, limits: policy.Limits) -> r.Out:
     """Decide. Raises Refuse for an operator's wish that this state cannot grant."""
     rule, may_become = TABLE[pair.state, type(event)]
     after, effects = rule(pair, event, now, limits)

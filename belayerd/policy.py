@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from belayer.heartbeat import Observation
@@ -30,6 +32,29 @@ def gives_up(failed_starts: int, limits: Limits) -> bool:
 def backoff(failed_starts: int, limits: Limits) -> float:
     """Doubling, from ``restart_backoff_s``, capped at a minute."""
     return float(min(60.0, limits.restart_backoff_s * 2.0 ** max(0, failed_starts - 1)))
+
+
+class SpareView(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides about spares. ``configured``: declared as a spare; ``waiting``: not called yet."""
+
+    slot: str
+    model: str
+    state: str
+    configured: bool = False
+    waiting: bool = False
+
+
+def spares_to_call(slots: Sequence[SpareView]) -> list[str]:
+    """One spare for each quarantined slot of its model, ready ones first. A called spare stays in service, also when
+    the quarantined slot is restored."""
+    called = []
+    for model in dict.fromkeys(slot.model for slot in slots):
+        mine = [slot for slot in slots if slot.model == model]
+        out = sum(slot.state == "quarantined" and not slot.waiting for slot in mine)
+        serving = sum(slot.configured and not slot.waiting for slot in mine)
+        ready = sorted((slot for slot in mine if slot.waiting), key=lambda slot: slot.state != "reserve")
+        called += [slot.slot for slot in ready[: max(0, out - serving)]]
+    return called
 
 
 class Vital(msgspec.Struct, frozen=True):

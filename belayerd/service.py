@@ -35,7 +35,9 @@ from belayer.paths import Paths
 from belayer.rpc import Client, Server
 from belayer.story import Incidents
 from belayerd.actions import Actions
+from belayerd.alerts import Alert, Alerts
 from belayerd.peers import RouterPeer, Zygote
+from belayerd.policy import spares_to_call
 from belayerd.slot import SlotShell
 from belayerd.watch import sweep
 
@@ -56,10 +58,19 @@ class Supervisor:
         self._cgroups = procs.Cgroups(tag)
         self._incidents = Incidents(paths.incidents)
         policy = config.policy
+        self._alerts = Alerts(policy.alert_command, self._log)
         self._actions = Actions(paths, self._router, self._cgroups, policy.step_deadline_s, policy.fence_deadline_s)
         self._slots = {
             slot.name: SlotShell(
-                slot, policy, paths, self._actions, self._cgroups, self._context, self._incidents, self._log
+                slot,
+                policy,
+                paths,
+                self._actions,
+                self._cgroups,
+                self._context,
+                self._incidents,
+                self._log,
+                self._alert,
             )
             for slot in config.slot
         }
@@ -130,6 +141,17 @@ class Supervisor:
             sweep(self._paths, self._cgroups, worker_id)
             self._log.info("orphan swept", worker=worker_id, killed=len(pids))
 
+    def _alert(self, slot: str, state: str, generation: int, reason: str) -> None:
+        host = self._config.host.name
+        self._alerts.tell(Alert(host=host, slot=slot, state=state, generation=generation, reason=reason, at=wall()))
+        self._call_spares()
+
+    def _call_spares(self) -> None:
+        """Asked at each alert and, since belayerd may have been killed between the two, with each status."""
+        for name in spares_to_call([slot.spare_view() for slot in self._slots.values()]):
+            self._log.warning("spare called", slot=name)
+            self._slots[name].call()
+
     def _router_back(self) -> None:
         for slot in self._slots.values():
             slot.router_back()
@@ -144,6 +166,7 @@ class Supervisor:
                     arenas = {row.slot for row in owner.arenas}
                     for slot in self._slots.values():
                         slot.arenas_seen(arenas)
+            self._call_spares()
             statefile.save(self._paths.status_file, self._status(), durable=False)
             await asyncio.sleep(1.0)
 
@@ -176,7 +199,7 @@ class Supervisor:
             router_url=router.url if router else f"http://{self._config.router.host}:{self._config.router.port}",
             owners=self._owners,
             zygote=f"pid {self._zygote.pid}" if self._zygote.ready.is_set() else "starting",
-            healthy=alive and all(slot.protected for slot in slots),
+            healthy=alive and all(slot.protected or slot.state == "reserve" for slot in slots),
         )
 
     # --- requests ---

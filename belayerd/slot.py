@@ -7,6 +7,7 @@ and ``Wait`` become tasks whose end is exactly one event; everything else is don
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -43,10 +44,11 @@ class SlotShell:
         context: zmq.asyncio.Context,
         incidents: Incidents,
         log: Any,
+        alert: Callable[[str, str, int, str], None],
     ) -> None:
         self.config, self._paths, self._actions, self._cgroups = slot, paths, actions, cgroups
         self._context, self._incidents, self._log = context, incidents, log.bind(slot=slot.name)
-        self._poll_s = limits.poll_s
+        self._poll_s, self._alert = limits.poll_s, alert
         self._limits = policy.Limits(
             repeat_window_s=limits.repeat_window_s,
             restart_budget=limits.restart_budget,
@@ -72,7 +74,8 @@ class SlotShell:
         saved = statefile.load(self._paths.slot_state(self.config.name), p.Pair)
         boot = procs.boot_id()
         if saved is None or saved.boot_id != boot:
-            return p.Pair(slot=self.config.name, boot_id=boot, generation=saved.generation if saved else 0)
+            generation = saved.generation if saved else 0
+            return p.Pair(slot=self.config.name, boot_id=boot, generation=generation, spare=self.config.spare)
         return saved  # type: ignore[no-any-return]
 
     def known_workers(self) -> set[str]:
@@ -175,7 +178,7 @@ class SlotShell:
             case p.Record():
                 self._record(effect)
             case p.Alert():
-                self._log.error("alert", reason=effect.reason)
+                self._alert(self.pair.slot, self.pair.state, self.pair.generation, effect.reason)
             case p.Kill():
                 watched = self._watched.get(effect.worker.worker_id)
                 said = await self._actions.kill(effect.worker, watched.pidfd if watched else None)
@@ -346,8 +349,21 @@ class SlotShell:
 
     def arenas_seen(self, arenas: set[str]) -> None:
         """What the kv owner holds now; a ready shadow whose arena is not there maps that of an owner that has died."""
-        if self.pair.protected and self.pair.slot not in arenas:
+        if self.pair.state in (p.State.PROTECTED, p.State.RESERVE) and self.pair.slot not in arenas:
             self._inbox.put_nowait(p.ArenaGone())
+
+    def spare_view(self) -> policy.SpareView:
+        return policy.SpareView(
+            slot=self.pair.slot,
+            model=self.config.model,
+            state=self.pair.state,
+            configured=self.config.spare,
+            waiting=self.pair.spare,
+        )
+
+    def call(self) -> None:
+        """This spare is to take the place of a quarantined slot."""
+        self._inbox.put_nowait(p.Called())
 
     def router_back(self) -> None:
         self._inbox.put_nowait(p.RouterBack())

@@ -46,7 +46,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SlotView(msgspec.Struct, frozen=True, kw_only=True):
-    """``protected``: a shadow is ready to take over now."""
+    """``protected``: a shadow is ready to take over now. ``state`` "reserve": a spare that waits to be called."""
 
     slot: str
     state: str

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from belayerd import pair as p
 from belayerd import pair_table
 from belayerd.handover import HANDOVER, STEPS, Action, OnFailure
-from tests.support.pairs import LIMITS, World, protected
+from tests.support.pairs import LIMITS, Stopped, World, protected
 
 
 def test_every_state_and_event_is_decided() -> None:
@@ -218,3 +218,61 @@ def test_any_sequence_of_deaths_keeps_the_invariants(moves: list[str]) -> None:
     world.drain()
     assert world.pair.state in (p.State.PROTECTED, p.State.QUARANTINED, p.State.EXPOSED, p.State.EMPTY)
     assert world.pair.protected or world.pair.reason
+
+
+def spare(*events: p.Event) -> World:
+    world = World(pair=p.Pair(slot="spare0", spare=True))
+    for event in (p.Wanted(), *events):
+        world.send(event)
+        world.drain()
+    return world
+
+
+def test_a_spare_waits_with_a_ready_worker_and_is_not_routed() -> None:
+    world = spare()
+    assert world.pair.state is p.State.RESERVE
+    assert len(world.alive) == 1
+    assert (world.routed, world.holder) == (None, None)
+
+
+def test_a_called_spare_becomes_a_protected_slot_through_the_same_gate() -> None:
+    world = spare(p.Called())
+    assert world.pair.protected
+    assert world.pair.generation == 1
+    assert world.routed in world.gated
+    assert not world.pair.spare
+
+
+def test_a_spare_called_while_its_worker_starts_or_is_down_serves_when_it_can() -> None:
+    world = World(pair=p.Pair(slot="spare0", spare=True))
+    world.send(p.Wanted())
+    world.send(p.Called())
+    world.drain()
+    assert world.pair.protected
+    world = World(pair=p.Pair(slot="spare0", spare=True))
+    world.send(p.Called())
+    world.drain()
+    assert world.pair.protected
+
+
+def test_a_dying_spare_is_replaced_and_a_called_one_stays_called_over_a_restart() -> None:
+    world = spare()
+    assert world.pair.shadow is not None
+    world.lose(world.pair.shadow.worker_id)
+    world.drain()
+    assert world.pair.state is p.State.RESERVE
+    world.stop_after = world.performed + 1  # the Save of the call; belayerd is killed before the first action
+    with pytest.raises(Stopped):
+        world.send(p.Called())
+    world.restart()
+    world.drain()
+    assert world.pair.protected
+
+
+def test_a_spare_of_a_replaced_kv_owner_is_started_anew() -> None:
+    world = spare()
+    before = world.pair.shadow
+    world.send(p.ArenaGone())
+    world.drain()
+    assert world.pair.state is p.State.RESERVE
+    assert world.pair.shadow != before

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from belayer.heartbeat import Observation, Pulse
+from belayerd import policy
 from belayerd.policy import Limits, Vital, backoff, gives_up, hang, is_repeat, stuck
 
 LIMITS = Limits(hang_limit_s=2.0, start_deadline_s=60.0, restart_backoff_s=1.0, restart_budget=3, repeat_window_s=60.0)
@@ -54,3 +55,19 @@ def test_repeat_is_inside_the_window_only() -> None:
     assert not is_repeat(None, 10.0, LIMITS)
     assert is_repeat(0.0, 59.0, LIMITS)
     assert not is_repeat(0.0, 60.0, LIMITS)
+
+
+def view(slot: str, state: str, *, spare: bool = False, waiting: bool = False, model: str = "m") -> policy.SpareView:
+    return policy.SpareView(slot=slot, model=model, state=state, configured=spare, waiting=waiting)
+
+
+def test_one_spare_is_called_for_each_quarantined_slot_of_its_model() -> None:
+    fine, out = view("slot0", "protected"), view("slot1", "quarantined")
+    first, second = (view(f"spare{n}", "reserve", spare=True, waiting=True) for n in (0, 1))
+    starting = view("spare9", "arming", spare=True, waiting=True)
+    assert policy.spares_to_call([fine, first]) == []
+    assert policy.spares_to_call([fine, out, starting, first, second]) == ["spare0"], "a ready one first"
+    called = view("spare0", "handover", spare=True)
+    assert policy.spares_to_call([fine, out, called, second]) == [], "asked again, nothing more is called"
+    assert policy.spares_to_call([view("slot0", "quarantined"), out, called, second]) == ["spare1"]
+    assert policy.spares_to_call([out, view("spare0", "reserve", spare=True, waiting=True, model="other")]) == []
