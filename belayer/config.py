@@ -95,7 +95,10 @@ class Router(_Section, frozen=True, kw_only=True):
 
 
 class Envkeeper(_Section, frozen=True, kw_only=True):
-    """Limits are per sandbox; bytes, seconds, MiB as named. ``criu``: the binary, version 4.2 or later."""
+    """Limits are per sandbox; bytes, seconds, MiB as named. ``criu``: the binary, version 4.2 or later.
+    ``disk_budget_mb``: of all checkpoints (0: none); above it the oldest go down to ``disk_low_mb`` (0: 80 % of it).
+    ``checkpoint_ttl_s``: age at which a checkpoint goes that no living sandbox has READY (0: never).
+    ``encrypt_key_file``: 32 bytes or 64 hex digits, or env:NAME; checkpoints are then sealed on disk."""
 
     enabled: bool = True
     image: Text = "belayer-sandbox:base"
@@ -238,6 +241,9 @@ def _problems(config: Config) -> Any:
             yield f"{where}.spare", f"no slot of {slot.model!r} is left that it could replace"
         if slot.start_deadline_s <= slot.hang_limit_s:
             yield f"{where}.start_deadline_s", "must be longer than hang_limit_s"
+    keeper = config.envkeeper
+    if keeper.disk_low_mb > keeper.disk_budget_mb:
+        yield "envkeeper.disk_low_mb", "must not be above envkeeper.disk_budget_mb"
     if config.router.request_deadline_s <= config.policy.fence_deadline_s + config.policy.step_deadline_s:
         yield (
             "router.request_deadline_s",

@@ -23,6 +23,8 @@ from belayer.messages.sandbox import (
     CreateSandbox,
     DestroySandbox,
     ExecAction,
+    Forked,
+    ForkSandbox,
     FullCheckpoint,
     FullRestore,
     InjectSandboxFault,
@@ -119,12 +121,36 @@ class Sandbox:
         back = self.restore_info(checkpoint_id)
         return back.boundary, back.context_digest
 
-    def restore_info(self, checkpoint_id: str = "") -> RestoreInfo:
-        """``restore`` with its milliseconds and its proof."""
-        ask = FullRestore(sandbox_id=self.sandbox_id, checkpoint_id=checkpoint_id, incarnation=self.incarnation)
+    def restore_info(
+        self,
+        checkpoint_id: str = "",
+        *,
+        note: str = "",
+        allow_older: bool | None = None,
+        allow_base: bool = False,
+    ) -> RestoreInfo:
+        """``restore`` with its milliseconds, its proof, the steps that were tried, and the notes of abandoned
+        attempts. ``note``: what went wrong in this one, for the next (also readable inside, in /run/belayer/notes)."""
+        ask = FullRestore(
+            sandbox_id=self.sandbox_id,
+            checkpoint_id=checkpoint_id,
+            incarnation=self.incarnation,
+            note=note,
+            allow_older=allow_older,
+            allow_base=allow_base,
+        )
         back = self._client.call(ask, RestoreInfo, _LONG_S)
         self.incarnation, self.boundary = back.incarnation, back.boundary
         return back
+
+    def fork(self, count: int = 1, *, names: Sequence[str] = (), checkpoint_id: str = "", note: str = "") -> list[Self]:
+        """``count`` new sandboxes (or one per name) that begin at READY (or ``checkpoint_id``); this one goes on."""
+        ask = ForkSandbox(
+            sandbox_id=self.sandbox_id, checkpoint_id=checkpoint_id, count=count, names=tuple(names), note=note
+        )
+        made = self._client.call(ask, Forked, _LONG_S)
+        listed = {row.sandbox_id: row for row in self._client.call(ListSandboxes(), SandboxList).sandboxes}
+        return [type(self)(SyncClient(self._sock), listed[fork.sandbox_id], self._sock) for fork in made.forks]
 
     def checkpoints(self) -> CheckpointList:
         return self._client.call(ListCheckpoints(sandbox_id=self.sandbox_id), CheckpointList)

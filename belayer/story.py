@@ -14,7 +14,7 @@ from belayer.messages.control import Incident
 
 
 class Incidents:
-    """The incident store of one host. One writer (belayerd); any reader."""
+    """The incident store of one host. Written by belayerd (slots) and envkeeper (sandboxes); any reader."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -48,6 +48,14 @@ class Incidents:
         """Newest first."""
         rows = self._db.execute("SELECT body FROM incidents ORDER BY at DESC LIMIT ?", (limit,))
         return [msgspec.msgpack.decode(body, type=Incident) for (body,) in rows]
+
+    def open_of(self, slot: str) -> Incident | None:
+        """The incident of ``slot`` (or sandbox) that has not ended, if there is one."""
+        rows = self._db.execute(
+            "SELECT body FROM incidents WHERE slot = ? ORDER BY at DESC LIMIT 1", (slot,)
+        ).fetchall()
+        found = [msgspec.msgpack.decode(body, type=Incident) for (body,) in rows]
+        return found[0] if found and found[0].outcome == "open" else None
 
     def story(self, who: str, limit: int = 200) -> list[tuple[float, str, str, str, int]]:
         """Transitions of ``who``, oldest first: (at, before, after, event, generation)."""

@@ -17,6 +17,7 @@ from belayer.messages.sandbox import ExecAction, InjectSandboxFault, Observation
 from envkeeper import restore
 from envkeeper.agentlink import MAX_COMMAND, ActionResult, AgentError
 from envkeeper.core import Event, State
+from envkeeper.failpoints import Point, reach
 from envkeeper.keeper import Box, Keeper, alive
 from envkeeper.records import SandboxRecord
 
@@ -44,11 +45,13 @@ class Acting:
                 result = await self._keeper.thread(link.run, number, command, timeout, config.max_output_bytes)
             except (SandboxLost, AgentError, OSError) as why:
                 await self._lose(box, number, str(why))
+            reach(Point.ACTION_ENDED)
             if box.record.state is not State.ACTING:
                 await self._lose(box, number, "it died in the moment of its answer")
             box.record = msgspec.structs.replace(box.record, boundary=number, context_digest=ask.context_digest)
             self._keeper.go(box, Event.COMMITTED)
             self._keeper.save(box, durable=False)
+            reach(Point.ACTION_RECORDED)
             return _observation(box.record, result, watch.ms())
 
     async def inject(self, ask: InjectSandboxFault) -> tuple[int, str, float]:
@@ -57,6 +60,7 @@ class Acting:
         if ask.kind != "kill":
             raise Refused(f"there is no sandbox fault {ask.kind!r}; there is: kill")
         alive(box)
+        box.injected = True
         pid, container, watch = box.record.pid, box.record.container_id, Stopwatch()
         pidfd = os.dup(box.pidfd)
         try:

@@ -12,14 +12,13 @@ import msgspec
 
 from belayer.errors import BelayerError, WorkerGone
 from belayer.procs import boot_id, open_pidfd
-from envkeeper import freezer
+from envkeeper import freezer, marks
 from envkeeper.agentlink import AgentLink, AgentStatus
 from envkeeper.core import State, after_restart
 from envkeeper.engine import Life
 from envkeeper.keeper import Box, Keeper
 from envkeeper.records import SandboxRecord
 from envkeeper.restore import Restorer
-from envkeeper.store import Store
 
 _ASK_S = 10.0  # a CRIU that outlived us may hold the tasks for a moment longer
 
@@ -29,7 +28,7 @@ async def adopt(keeper: Keeper, restorer: Restorer) -> None:
     await keeper.thread(restorer.sweep)
     known: set[str] = set()
     for record in await keeper.thread(keeper.records.load_all):
-        box = Box(record, Store(keeper.paths.checkpoints, record.sandbox_id))
+        box = Box(record, keeper.store_of(record.sandbox_id))
         await _one(keeper, box)
         if box.record.state is not State.DESTROYED:
             keeper.boxes[record.sandbox_id] = box
@@ -38,17 +37,19 @@ async def adopt(keeper: Keeper, restorer: Restorer) -> None:
         if container_id not in known:
             keeper.log.info("removing a container of no record", container=container_id[:12])
             await keeper.thread(keeper.host.engine.remove, container_id)
+    marks.sweep(await keeper.thread(keeper.host.engine.everything))
+    keeper.lives.sweep({box.record.incarnation for box in keeper.boxes.values()})
 
 
 async def _one(keeper: Keeper, box: Box) -> None:
     record = box.record
     gone = await keeper.thread(box.store.recover)
-    pointer = box.store.ready()
-    if pointer is not None:
-        try:
+    try:
+        pointer = box.store.ready()
+        if pointer is not None:
             box.ready, box.ready_digest = box.store.load(pointer.checkpoint_id)
-        except BelayerError as why:
-            keeper.log.error("READY cannot be read", sandbox=record.sandbox_id, why=str(why))
+    except BelayerError as why:
+        keeper.log.error("READY cannot be read", sandbox=record.sandbox_id, why=str(why))
     found = await keeper.thread(_look, keeper, record)
     status = found[3] if found else None
     state, reason = after_restart(
@@ -69,6 +70,7 @@ async def _one(keeper: Keeper, box: Box) -> None:
         return
     if found is not None:
         keeper.live(box, found[0], found[1], found[2])
+    keeper.story.adopted(box.record, record.state)
     keeper.records.save(box.record, durable=True)
     keeper.log.info(
         "adopted", sandbox=record.sandbox_id, before=str(record.state), after=str(state), reason=reason, discarded=gone

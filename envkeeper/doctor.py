@@ -72,7 +72,7 @@ def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
         os.close(pidfd)
     restorer = restore.Restorer(engine, paths.checkpoints / ".restores", found.search)
     watch.lap()
-    back = restorer.run(manifest, store, "doctor.2", config.restore_timeout_s, lambda _: None)
+    back = restorer.run(restore.Order(manifest, store, name, "doctor.2"), config.restore_timeout_s, lambda _: None)
     took = watch.lap()
     try:
         seen = back.link.run(2, _ASK, 10.0, 4096).stdout

@@ -20,11 +20,12 @@ import docker.errors
 import requests
 
 from belayer.errors import BelayerError, HostUnfit, RestoreFailed, SandboxLost
+from envkeeper import lives, marks
 from envkeeper.recipe import Recipe
 
 AGENT_IN_SANDBOX = "/.belayer/agent"
 LABEL = "belayer"
-BOUND = frozenset({AGENT_IN_SANDBOX, "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"})
+BOUND = frozenset({AGENT_IN_SANDBOX, lives.IN_SANDBOX, "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,12 @@ class Engine:
             )
         return str(found["Id"])
 
-    def create(self, recipe: Recipe, sandbox_id: str, incarnation: str) -> str:
-        """A created, not started container; its id."""
+    def create(self, recipe: Recipe, sandbox_id: str, incarnation: str, told: Path | None = None) -> str:
+        """A created, not started container; its id. ``told``: the folder of envkeeper.lives for this life."""
         client = self._client()
+        binds = {recipe.agent: {"bind": AGENT_IN_SANDBOX, "mode": "ro"}}
+        if told is not None:
+            binds[str(told)] = {"bind": lives.IN_SANDBOX, "mode": "ro"}
         with self._names_faults():
             host = client.create_host_config(
                 network_mode="none",
@@ -99,7 +103,7 @@ class Engine:
                 cpu_period=100_000,
                 cpu_quota=max(1_000, int(recipe.cpus * 100_000)),
                 pids_limit=recipe.pids,
-                binds={recipe.agent: {"bind": AGENT_IN_SANDBOX, "mode": "ro"}},
+                binds=binds,
                 runtime=self._runtime,
                 log_config={"Type": "json-file", "Config": {"max-size": "1m", "max-file": "1"}},
                 security_opt=["no-new-privileges:true"],
@@ -158,16 +162,22 @@ class Engine:
             try:
                 self._client().remove_container(container_id, force=True, v=True)
             except docker.errors.NotFound:
-                return
+                pass
             except docker.errors.APIError as why:
                 if why.status_code != 409:  # "removal ... is already in progress"
                     raise
+        marks.forget(container_id)
 
     def ours(self) -> dict[str, str]:
         """Container id -> sandbox id of all containers of this root, running or not."""
         with self._names_faults():
             found = self._client().containers(all=True, filters={"label": f"{LABEL}={self._owner}"})
         return {row["Id"]: row["Labels"].get(f"{LABEL}.sandbox", "") for row in found}
+
+    def everything(self) -> set[str]:
+        """Ids of all containers of this Docker, whoever made them."""
+        with self._names_faults():
+            return {row["Id"] for row in self._client().containers(all=True)}
 
     def _inspect(self, container_id: str) -> dict[str, Any]:
         with self._names_faults():

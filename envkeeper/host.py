@@ -10,9 +10,9 @@ from pathlib import Path
 from belayer.config import Envkeeper
 from belayer.errors import HostUnfit
 from belayer.paths import Paths
+from envkeeper import marks
 from envkeeper.criu import Criu, search_path
 from envkeeper.engine import Engine
-from envkeeper.restore import CLAIMS
 
 PREFIX = Path("/opt/belayer")  # where `make setup` puts the native parts
 
@@ -49,7 +49,7 @@ def inspect(config: Envkeeper, paths: Paths, prefix: Path = PREFIX) -> Host:
         )
     engine.pin(config.image)
     cached = criu.cache_kernel_facts()
-    CLAIMS.mkdir(mode=0o700, parents=True, exist_ok=True)
+    marks.make_folder()
     return Host(engine, criu, search, agent, versions | {"kdat_cached": str(cached).lower()})
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from belayer.clock import wall
 from belayer.config import Envkeeper
 from belayer.errors import (
     BelayerError,
@@ -30,6 +31,7 @@ from belayer.errors import (
 )
 from belayer.ids import is_name, new_sandbox_id
 from belayer.messages.sandbox import (
+    Birth,
     CreateSandbox,
     DestroySandbox,
 )
@@ -39,10 +41,15 @@ from envkeeper import freezer, restore
 from envkeeper.agentlink import AgentLink, open_pidfd
 from envkeeper.core import Event, Go, Refuse, State, decide
 from envkeeper.engine import Life
+from envkeeper.failpoints import Point, reach
 from envkeeper.host import Host
+from envkeeper.lineage import Lineage
+from envkeeper.lives import Lives
 from envkeeper.recipe import Recipe
 from envkeeper.records import Records, SandboxRecord
+from envkeeper.seal import seal_of
 from envkeeper.store import Manifest, Store
+from envkeeper.story import Story
 
 T = TypeVar("T")
 
@@ -58,6 +65,7 @@ class Box:
     link: AgentLink | None = None
     ready: Manifest | None = None
     ready_digest: str = ""
+    injected: bool = False  # its death was asked for
     gate: asyncio.Lock = field(default_factory=asyncio.Lock)
     publishing: asyncio.Lock = field(default_factory=asyncio.Lock)  # taken before the gate, never inside it
 
@@ -69,6 +77,8 @@ class Keeper:
         self.config, self.paths, self.host, self.log = config, paths, host, log
         self.boxes: dict[str, Box] = {}
         self.records = Records(paths.state / "sandboxes")
+        self.lives, self.story = Lives(paths.run / "lives"), Story(paths.incidents, log)
+        self.seal = seal_of(config, paths)
         paths.checkpoints.mkdir(mode=0o700, exist_ok=True)
         self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="env")
         self._chores: set[asyncio.Future[None]] = set()
@@ -77,10 +87,7 @@ class Keeper:
 
     async def create(self, ask: CreateSandbox) -> Box:
         sandbox_id = ask.name or new_sandbox_id()
-        if not is_name(sandbox_id):
-            raise Refused(f"{sandbox_id!r} is no name: 1-48 of a-z 0-9 _ . -")
-        if sandbox_id in self.boxes:
-            raise Refused(f"there is a sandbox {sandbox_id} already", remedy="destroy it, or take another name")
+        self.check_name(sandbox_id)
         recipe = Recipe(
             image_id="",
             agent=str(self.host.agent),
@@ -93,7 +100,7 @@ class Keeper:
         record = SandboxRecord(
             sandbox_id=sandbox_id, state=State.CREATING, incarnation=f"{sandbox_id}.1", lives=1, recipe=recipe
         )
-        box = self.boxes[sandbox_id] = Box(record, Store(self.paths.checkpoints, sandbox_id))
+        box = self.boxes[sandbox_id] = Box(record, self.store_of(sandbox_id))
         try:
             image_id = await self.thread(self.host.engine.pin, ask.image or self.config.image)
             box.record = msgspec.structs.replace(record, recipe=msgspec.structs.replace(recipe, image_id=image_id))
@@ -104,19 +111,26 @@ class Keeper:
             del self.boxes[sandbox_id]
             raise
         self.live(box, life, pidfd, link)
+        born = Birth(incarnation=record.incarnation, sandbox_id=sandbox_id, kind="created", at=round(wall(), 3))
+        await self.thread(Lineage(box.store.home).add, born)
         self.go(box, Event.CREATED)
         self.save(box, durable=True)
         return box
 
-    async def destroy(self, ask: DestroySandbox) -> Box:
+    async def destroy(self, ask: DestroySandbox) -> None:
+        if ask.sandbox_id not in self.boxes and self.ended(ask.sandbox_id) and not ask.keep_checkpoints:
+            await self.thread(self.store_of(ask.sandbox_id).destroy)
+            return
         box = self.box(ask.sandbox_id)
         self.go(box, Event.DESTROY)
+        box.record = msgspec.structs.replace(box.record, keep=ask.keep_checkpoints)
         self.save(box, durable=True)
+        reach(Point.DESTROY_RECORDED)
         await self.fence(box)
+        reach(Point.DESTROY_FENCED)
         async with box.publishing, box.gate:  # an action that was in flight has told its caller by now
-            await self.thread(self.clear, box, ask.keep_checkpoints)
+            await self.thread(self.clear, box)
         self.boxes.pop(ask.sandbox_id, None)
-        return box
 
     # ---- for requests and adoption ----
 
@@ -125,6 +139,26 @@ class Keeper:
             return self.boxes[sandbox_id]
         except KeyError:
             raise SandboxUnknown(f"no sandbox {sandbox_id}", remedy="see `belayerctl sandboxes`") from None
+
+    def store_of(self, sandbox_id: str) -> Store:
+        return Store(self.paths.checkpoints, sandbox_id, seal=self.seal)
+
+    def ended(self, sandbox_id: str) -> bool:
+        """There is no such sandbox, but its checkpoints were kept."""
+        known = is_name(sandbox_id) and sandbox_id not in self.boxes
+        return known and (self.paths.checkpoints / sandbox_id / "ck").is_dir()
+
+    def check_name(self, sandbox_id: str) -> None:
+        """Raises Refused unless a new sandbox may be named so."""
+        if not is_name(sandbox_id):
+            raise Refused(f"{sandbox_id!r} is no name: 1-48 of a-z 0-9 _ . -")
+        if sandbox_id in self.boxes:
+            raise Refused(f"there is a sandbox {sandbox_id} already", remedy="destroy it, or take another name")
+        if self.ended(sandbox_id):  # its READY would be taken for the new one's
+            raise Refused(
+                f"checkpoints of an ended sandbox {sandbox_id} are kept",
+                remedy="fork it, destroy it for good, or take another name",
+            )
 
     def go(self, box: Box, event: Event, detail: str = "") -> None:
         """Take the transition, or raise what the table refuses with."""
@@ -149,6 +183,7 @@ class Keeper:
             boundary=box.record.boundary,
             detail=detail,
         )
+        self.story.transition(box.record, before, event, detail, injected=box.injected)
 
     def live(self, box: Box, life: Life, pidfd: int, link: AgentLink) -> None:
         """Take a proven life into service and watch for its death."""
@@ -173,16 +208,20 @@ class Keeper:
                 box.link.abort()
         if self._chores:
             await asyncio.wait(self._chores, timeout=10)
+        self.story.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- inside ----
 
     def _make(self, box: Box) -> tuple[Life, int, AgentLink]:
         engine = self.host.engine
-        container_id = engine.create(box.record.recipe, box.record.sandbox_id, box.record.incarnation)
+        told = self.lives.make(box.record.incarnation)
+        container_id = engine.create(box.record.recipe, box.record.sandbox_id, box.record.incarnation, told)
         box.record = msgspec.structs.replace(box.record, container_id=container_id)
         self.records.save(box.record, durable=True)
+        reach(Point.CREATE_RECORDED)
         engine.start(container_id)
+        reach(Point.CREATE_STARTED)
         life = engine.life(container_id)
         pidfd = open_pidfd(life.pid)
         link = AgentLink(life.pid, pidfd)
@@ -193,12 +232,15 @@ class Keeper:
             raise
         return life, pidfd, link
 
-    def clear(self, box: Box, keep_checkpoints: bool = False) -> None:
+    def clear(self, box: Box) -> None:
+        """The end of a sandbox on disk; its record goes last, so that a killed envkeeper does it again."""
         for container_id in (box.record.container_id, box.record.making):
             if container_id:
                 self.host.engine.remove(container_id)
-        if not keep_checkpoints:
+        reach(Point.DESTROY_REMOVED)
+        if not box.record.keep:
             box.store.destroy()
+        self.lives.remove(box.record.incarnation)
         self.records.forget(box.record.sandbox_id)
 
     async def fence(self, box: Box) -> None:

@@ -1,24 +1,47 @@
 """Prefixes (L_k, E_k) of sandboxes: full_checkpoint makes one READY, full_restore brings one back.
 
-Publishing is serial per sandbox (READY never moves back) and outside the gate: actions go on beside it.
+Publishing is serial per sandbox (READY never moves back by it) and outside the gate: actions go on beside it.
+
+A restore takes the claim before it kills (of two restorers only the winner may), sees the old life dead before anything
+new is made, and moves READY to what it brought back before the new life is on record: what lies after that boundary is
+an abandoned attempt. When a checkpoint fails, its ancestors are tried, newest first, and the image last, as far as the
+caller allows; never another branch, whose L_k would not be a beginning of the caller's log.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from belayer.clock import Stopwatch
-from belayer.errors import BelayerError, ClaimTaken, RestoreFailed, SandboxLost
-from belayer.messages.sandbox import FullCheckpoint, FullRestore
-from envkeeper import restore, upper
+from belayer.clock import Stopwatch, wall
+from belayer.errors import BelayerError, CheckpointRefused, ClaimTaken, HostUnfit, RestoreFailed, SandboxLost
+from belayer.messages.sandbox import Birth, FullCheckpoint, FullRestore
+from envkeeper import upper
 from envkeeper.checkpoint import Checkpointer, Draft, Subject
+from envkeeper.claims import Claim
+from envkeeper.collect import Collector
 from envkeeper.core import Event, State
+from envkeeper.failpoints import Point, reach
 from envkeeper.keeper import Box, Keeper, alive
-from envkeeper.store import Manifest, Store
+from envkeeper.lineage import Lineage, check_note
+from envkeeper.records import SandboxRecord
+from envkeeper.restore import Fresh, Order, Restored, Restorer
+from envkeeper.store import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """``manifest`` is None when the life began at its image. ``path``: what was tried, the last step succeeded."""
+
+    manifest: Manifest | None
+    restored: Restored
+    path: tuple[str, ...]
+    notes: tuple[str, ...]
+    total_ms: float
 
 
 class Prefixes:
@@ -27,25 +50,34 @@ class Prefixes:
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         host, checkpoints, limit = keeper.host, keeper.paths.checkpoints, keeper.config.checkpoint_timeout_s
-        self.restorer = restore.Restorer(host.engine, checkpoints / ".restores", host.search)
+        self.restorer = Restorer(host.engine, checkpoints / ".restores", host.search)
+        self.collector = Collector(keeper)
         reflink = upper.shares_blocks(Path(host.versions["data_root"]), checkpoints)
         self._checkpointer = Checkpointer(host.criu, host.versions, limit, reflink=reflink)
+
+    # ---- full_checkpoint ----
 
     async def checkpoint(self, ask: FullCheckpoint) -> tuple[Box, float, dict[str, float]]:
         """The box with its new READY, total milliseconds and those of the phases."""
         box = self._keeper.box(ask.sandbox_id)
         watch = Stopwatch()
         async with box.publishing:  # in order: READY never moves back
+            await self.collector.expect(box)
             async with box.gate:
                 draft = await self._capture(box, ask)
             # From here on actions run: what was captured is a private copy.
-            manifest, digest, phases = await self._keeper.thread(self._checkpointer.publish, draft, box.store)
+            try:
+                async with self.collector.room_for(box, draft.folder):
+                    manifest, digest, phases = await self._keeper.thread(self._checkpointer.publish, draft, box.store)
+            except CheckpointRefused:
+                await self._keeper.thread(box.store.discard, draft.folder)
+                raise
             box.ready, box.ready_digest = manifest, digest
             self._keeper.log.info(
                 "ready", sandbox=ask.sandbox_id, checkpoint=manifest.checkpoint_id, boundary=manifest.boundary
             )
             total = watch.ms()
-            await self._keeper.thread(_prune, box.store, self._keeper.config.keep_checkpoints)
+            await self.collector.tidy(box)
         return box, total, phases
 
     async def _capture(self, box: Box, ask: FullCheckpoint) -> Draft:
@@ -67,58 +99,161 @@ class Prefixes:
         self._keeper.go(box, Event.CAPTURED, f"frozen {draft.frozen_ms:.0f} ms")
         return draft
 
-    async def restore(self, ask: FullRestore) -> tuple[Box, Manifest, restore.Restored, float]:
+    # ---- full_restore ----
+
+    async def restore(self, ask: FullRestore) -> tuple[Box, Back]:
         """Into a fresh container; the old life is fenced first. Of two at once one gets ClaimTaken."""
-        box = self._keeper.box(ask.sandbox_id)
+        keeper, box, note = self._keeper, self._keeper.box(ask.sandbox_id), check_note(ask.note)
         async with box.publishing:  # a captured prefix on its way to READY is worth waiting for
-            wanted = ask.checkpoint_id or (box.ready.checkpoint_id if box.ready else "")
-        if not wanted:
-            raise RestoreFailed(f"{ask.sandbox_id} has no READY checkpoint", remedy="start a new sandbox")
+            trial = await keeper.thread(self._candidates, box, ask)
         watch = Stopwatch()
-        # Before anything is touched: a checkpoint that cannot be read must not cost a living sandbox.
-        manifest, _ = await self._keeper.thread(box.store.load, wanted)
+        if box.link is not None:
+            # A checkpoint that cannot be restored must not cost a living sandbox.
+            trial = await keeper.thread(self._verified, box, trial)
         record = box.record
         if ask.incarnation and ask.incarnation != record.incarnation:
             raise ClaimTaken(f"{ask.incarnation} is restored already, as {record.incarnation}")
-        self._keeper.go(box, Event.RESTORE, wanted)
-        incarnation = f"{record.sandbox_id}.{record.lives + 1}"
-        claim = None
+        kind = "restored" if record.state is State.LOST and not ask.checkpoint_id else "rewound"
+        keeper.go(box, Event.RESTORE, trial.first)
+        claim: Claim | None = None
         try:
-            claim = box.store.claim(record.incarnation, wanted, f"envkeeper {os.getpid()}")
-            self._keeper.save(box, durable=False)
-            await self._keeper.fence(box)
-            fenced = watch.ms()
-            back = await self._keeper.thread(
-                self.restorer.run,
-                manifest,
-                box.store,
-                incarnation,
-                self._keeper.config.restore_timeout_s,
-                partial(self._making, box),
+            claim = await keeper.thread(
+                box.store.claim, record.incarnation, trial.first, f"envkeeper {os.getpid()} at {keeper.paths.state}"
             )
+            reach(Point.RESTORE_CLAIMED)
+            keeper.save(box, durable=False)
+            reach(Point.RESTORE_RECORDED)
+            await keeper.fence(box)
+            fenced = watch.ms()
+            reach(Point.RESTORE_FENCED)
+            lineage = Lineage(box.store.home)
+            notes = (*lineage.notes(), note) if note else lineage.notes()
+            manifest, back = await keeper.thread(self._bring_back, box, trial, claim, notes)
         except BelayerError as why:
-            self._keeper.go(box, Event.RESTORE_FAILED, str(why))
-            self._keeper.save(box, durable=True, making="")
+            keeper.go(box, Event.RESTORE_FAILED, str(why))
+            keeper.save(box, durable=True, making="")
             if claim is not None:
                 box.store.claims.release(claim)
             raise
         back.phases_ms["fence"] = fenced
-        old = record.container_id
+        await self._serve(box, manifest, back, kind, note)
+        await keeper.thread(partial(box.store.claims.change, claim, spent=True))
+        keeper.chore(keeper.host.engine.remove, record.container_id)
+        keeper.chore(keeper.lives.remove, record.incarnation)
+        total = watch.ms()
+        keeper.story.restored(box.record, back.phases_ms, trial.path, total)
+        return box, Back(manifest, back, trial.path, notes, total)
+
+    async def _serve(self, box: Box, manifest: Manifest | None, back: Restored, kind: str, note: str) -> None:
+        """A proven life into service: READY at what it is, then on record, then served."""
+        keeper, before = self._keeper, box.record
+        birth = Birth(
+            incarnation=next_incarnation(before),
+            sandbox_id=before.sandbox_id,
+            kind=kind if manifest else "base",
+            at=round(wall(), 3),
+            parent=manifest.incarnation if manifest else "",
+            checkpoint_id=manifest.checkpoint_id if manifest else "",
+            boundary=manifest.boundary if manifest else 0,
+            left_boundary=before.boundary,
+            note=note,
+        )
+        await keeper.thread(Lineage(box.store.home).add, birth)
+        if manifest is None:
+            await keeper.thread(box.store.point_at_nothing)
+            box.ready, box.ready_digest = None, ""
+        else:
+            box.ready_digest = await keeper.thread(box.store.point, manifest.checkpoint_id)
+            box.ready = manifest
+        reach(Point.RESTORE_POINTED)
         box.record = msgspec.structs.replace(
-            box.record,
-            incarnation=incarnation,
-            lives=record.lives + 1,
-            boundary=manifest.boundary,
-            context_digest=manifest.context_digest,
-            recipe=manifest.recipe,
+            before,
+            incarnation=birth.incarnation,
+            lives=before.lives + 1,
+            boundary=birth.boundary,
+            context_digest=manifest.context_digest if manifest else "",
+            recipe=manifest.recipe if manifest else before.recipe,
             making="",
         )
-        self._keeper.live(box, back.life, back.pidfd, back.link)
-        self._keeper.go(box, Event.PROVED, back.proof)
-        self._keeper.save(box, durable=True)
-        box.store.claims.change(claim, spent=True)
-        self._keeper.chore(self._keeper.host.engine.remove, old)
-        return box, manifest, back, watch.ms()
+        box.injected = False
+        keeper.live(box, back.life, back.pidfd, back.link)
+        keeper.go(box, Event.PROVED, back.proof)
+        keeper.save(box, durable=True)
+        reach(Point.RESTORE_SERVED)
+
+    def _candidates(self, box: Box, ask: FullRestore) -> _Trial:
+        """In a thread. Raises RestoreFailed when nothing may be tried."""
+        named = ask.checkpoint_id or (box.ready.checkpoint_id if box.ready else "")
+        older = ask.allow_older if ask.allow_older is not None else not ask.checkpoint_id
+        ids = [named] if named else []
+        trial = _Trial(allow_base=ask.allow_base)
+        for checkpoint_id in ids:
+            try:
+                manifest, _ = box.store.load(checkpoint_id)
+            except RestoreFailed as why:
+                if checkpoint_id != named and not box.store.folder(checkpoint_id).exists():
+                    continue  # collected long ago
+                trial.failed(checkpoint_id, why)
+                ids += reversed(box.ready.ancestors) if older and box.ready and checkpoint_id == named else []
+                continue
+            trial.manifests.append(manifest)
+            if older and checkpoint_id == named:
+                ids += reversed(manifest.ancestors)
+        if not named:
+            trial.path += ("no READY checkpoint",)
+        if not trial.manifests and not trial.allow_base:
+            raise RestoreFailed(
+                f"{box.record.sandbox_id}: {'; '.join(trial.path)}",
+                remedy="name another checkpoint, allow its image (allow_base), or start a new sandbox",
+            )
+        return trial
+
+    @staticmethod
+    def _verified(box: Box, trial: _Trial) -> _Trial:
+        while trial.manifests:
+            try:
+                box.store.verify(trial.manifests[0])
+            except RestoreFailed as why:
+                trial.failed(trial.manifests.pop(0).checkpoint_id, why)
+            else:
+                trial.verified = True
+                return trial
+        if trial.allow_base:
+            return trial
+        raise RestoreFailed(
+            "; ".join(trial.path), kept="the sandbox lives on as it is", remedy="name another checkpoint"
+        )
+
+    def _bring_back(
+        self, box: Box, trial: _Trial, claim: Claim, notes: tuple[str, ...]
+    ) -> tuple[Manifest | None, Restored]:
+        """In a thread. Candidates in order, then the image; each failure is named in ``trial.path``."""
+        record, limit, made = box.record, self._keeper.config.restore_timeout_s, partial(self._making, box)
+        incarnation = next_incarnation(record)
+        for number, manifest in enumerate(trial.manifests):
+            try:
+                if claim.checkpoint_id != manifest.checkpoint_id:
+                    claim = box.store.claims.change(claim, checkpoint_id=manifest.checkpoint_id)
+                told = self._keeper.lives.make(incarnation, notes)
+                order = Order(manifest, box.store, record.sandbox_id, incarnation, told, trial.verified and number == 0)
+                back = self.restorer.run(order, limit, made)
+            except (HostUnfit, ClaimTaken):
+                raise  # no other checkpoint would do better
+            except BelayerError as why:
+                trial.failed(manifest.checkpoint_id, why)
+                continue
+            trial.path += (f"{manifest.checkpoint_id}: restored",)
+            return manifest, back
+        if not trial.allow_base:
+            raise RestoreFailed(
+                f"{record.sandbox_id}: {'; '.join(trial.path)}",
+                kept="the checkpoints as they are",
+                remedy="name another checkpoint, or allow its image (allow_base)",
+            )
+        told = self._keeper.lives.make(incarnation, notes)
+        back = self.restorer.fresh(Fresh(record.recipe, record.sandbox_id, incarnation, told), limit, made)
+        trial.path += ("the image: begun again at boundary 0",)
+        return None, back
 
     def _making(self, box: Box, container_id: str) -> None:
         """Called in the restorer's thread; nothing else changes the record of a sandbox in RESTORING."""
@@ -126,8 +261,22 @@ class Prefixes:
         self._keeper.records.save(box.record, durable=False)
 
 
-def _prune(store: Store, keep: int) -> None:
-    pointer = store.ready()
-    spare = [row.checkpoint_id for row in store.all() if not pointer or row.checkpoint_id != pointer.checkpoint_id]
-    for name in spare[: max(0, len(spare) + 1 - keep)]:
-        store.remove(name)
+def next_incarnation(record: SandboxRecord) -> str:
+    return f"{record.sandbox_id}.{record.lives + 1}"
+
+
+@dataclass(slots=True)
+class _Trial:
+    """What may be restored, in order, and what was tried so far."""
+
+    allow_base: bool
+    manifests: list[Manifest] = field(default_factory=list)
+    path: tuple[str, ...] = ()
+    verified: bool = False
+
+    @property
+    def first(self) -> str:
+        return self.manifests[0].checkpoint_id if self.manifests else ""
+
+    def failed(self, checkpoint_id: str, why: BelayerError) -> None:
+        self.path += (f"{checkpoint_id}: {why.message}",)

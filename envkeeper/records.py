@@ -17,7 +17,8 @@ from envkeeper.recipe import Recipe
 
 
 class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """``lives`` counts incarnations. ``making``: a container that is being made by a restore, not yet proven."""
+    """``lives`` counts incarnations. ``making``: a container that is being made by a restore, not yet proven.
+    ``forked_from``: the sandbox that it began as. ``keep``: of a destroyed one, its checkpoints stay."""
 
     sandbox_id: str
     state: State
@@ -32,6 +33,8 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
     context_digest: str = ""
     making: str = ""
     reason: str = ""
+    forked_from: str = ""
+    keep: bool = False
 
 
 class Records:

@@ -25,15 +25,15 @@ from belayer.clock import Stopwatch, monotonic
 from belayer.errors import BelayerError, RestoreFailed
 from belayer.procs import is_dead, wait_dead
 from belayer.statefile import write_bytes
-from envkeeper import upper
+from envkeeper import marks, upper
 from envkeeper.agentlink import AgentLink, open_pidfd
 from envkeeper.checkpoint import CRIU_FOLDER
 from envkeeper.criu import RESTORE_CONFIG, first_error
 from envkeeper.engine import Engine, Life
-from envkeeper.freezer import Freezer
+from envkeeper.failpoints import Point, reach
+from envkeeper.freezer import Freezer, of_process
+from envkeeper.recipe import Recipe
 from envkeeper.store import Manifest, Store
-
-CLAIMS = Path("/run/belayer-runtime/claims")  # the OCI runtime looks here: one place per host, whatever our root
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,29 @@ def fence(pidfd: int, group: Freezer | None, deadline_s: float = 10.0) -> None:
         os.sched_yield()
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to bring back, as whom. ``recipe`` is our own record of it, ``told`` the folder of envkeeper.lives.
+    ``verified``: every hash was compared already."""
+
+    manifest: Manifest
+    store: Store
+    sandbox_id: str
+    incarnation: str
+    told: Path | None = None
+    verified: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """What to begin again from its image, as whom."""
+
+    recipe: Recipe
+    sandbox_id: str
+    incarnation: str
+    told: Path | None = None
+
+
 class Restorer:
     """Brings checkpoints back on one host. ``work``: a folder on the store's file system (images are hard-linked from
     it) for image links and logs."""
@@ -74,8 +97,7 @@ class Restorer:
     def __init__(self, engine: Engine, work: Path, search: str) -> None:
         self._engine, self._work, self._search = engine, work, search
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
-        CLAIMS.mkdir(mode=0o700, parents=True, exist_ok=True)
-        CLAIMS.parent.chmod(0o700)
+        marks.make_folder()
         self._config = work / "criu.conf"
         write_bytes(self._config, RESTORE_CONFIG.encode(), durable=False)
 
@@ -83,29 +105,35 @@ class Restorer:
         """Forget the half-made restores of a former life of the daemon."""
         for folder in self._work.iterdir():
             if folder.is_dir():
-                (CLAIMS / folder.name).unlink(missing_ok=True)
                 self._forget(folder.name)
 
-    def run(
-        self, manifest: Manifest, store: Store, incarnation: str, timeout_s: float, made: Callable[[str], None]
-    ) -> Restored:
+    def run(self, order: Order, timeout_s: float, made: Callable[[str], None]) -> Restored:
         """Blocking; the claim is held and the old life is dead. ``made`` is told the container's id at once, so that
         it is on record before it can run. On failure the new container is gone when this raises."""
         watch, phases = Stopwatch(), dict[str, float]()
+        manifest, store = order.manifest, order.store
         with ThreadPoolExecutor(max_workers=1) as pool:
-            hashes = pool.submit(store.verify, manifest)
-            container_id = self._engine.create(manifest.recipe, manifest.sandbox_id, incarnation)
+            hashes = None if order.verified else pool.submit(store.verify, manifest)
+            container_id = self._engine.create(manifest.recipe, order.sandbox_id, order.incarnation, order.told)
             try:
                 made(container_id)
                 phases["create"] = watch.lap()
-                self._install(manifest, store, container_id)
-                phases["install"] = watch.lap()
-                self._start(manifest, store, container_id)
+                reach(Point.RESTORE_CREATED)
+                with store.opened(manifest, order.incarnation) as plain:
+                    phases["open"] = watch.lap()
+                    self._install(manifest, plain, container_id)
+                    phases["install"] = watch.lap()
+                    reach(Point.RESTORE_INSTALLED)
+                    self._start(manifest, plain, container_id)
                 phases["start"] = watch.lap()
-                hashes.result()
+                reach(Point.RESTORE_STARTED)
+                if hashes is not None:
+                    hashes.result()
                 phases["verify_rest"] = watch.lap()
+                reach(Point.RESTORE_VERIFIED)
                 restored = self._prove(manifest, container_id, timeout_s)
                 phases["proof"] = watch.lap()
+                reach(Point.RESTORE_PROVED)
             except (BelayerError, OSError) as why:
                 self._engine.remove(container_id)
                 self._forget(container_id)
@@ -115,31 +143,60 @@ class Restorer:
         self._forget(container_id)
         return Restored(restored[0], restored[1], restored[2], phases, restored[3])
 
-    def _install(self, manifest: Manifest, store: Store, container_id: str) -> None:
+    def fresh(self, order: Fresh, timeout_s: float, made: Callable[[str], None]) -> Restored:
+        """A life that begins at the image itself. Blocking; on failure the new container is gone when this raises."""
+        watch, phases = Stopwatch(), dict[str, float]()
+        container_id = self._engine.create(order.recipe, order.sandbox_id, order.incarnation, order.told)
+        try:
+            made(container_id)
+            phases["create"] = watch.lap()
+            self._engine.start(container_id)
+            life = self._engine.life(container_id)
+            pidfd = open_pidfd(life.pid)
+            phases["start"] = watch.lap()
+            try:
+                link = AgentLink(life.pid, pidfd)
+                link.wait_ready(timeout_s)
+            except BaseException:
+                os.close(pidfd)
+                raise
+            phases["proof"] = watch.lap()
+        except BelayerError:
+            self._engine.remove(container_id)
+            raise
+        return Restored(life, pidfd, link, phases, f"a fresh container of image {order.recipe.image_id[:19]}")
+
+    def _install(self, manifest: Manifest, plain: Path, container_id: str) -> None:
         layer, merged = self._engine.upper_of(container_id)
         if os.path.ismount(merged):
             raise RestoreFailed(f"{merged} is mounted already: its upper layer must not be filled under it")
-        count = upper.unpack(store.folder(manifest.checkpoint_id), layer)
+        count = upper.unpack(plain, layer)
         if count != manifest.upper_entries:
             raise RestoreFailed(f"{count} entries of the upper layer, {manifest.upper_entries} were captured")
 
-    def _start(self, manifest: Manifest, store: Store, container_id: str) -> None:
+    def _start(self, manifest: Manifest, plain: Path, container_id: str) -> None:
         """The store's images lack descriptors.json, so that Docker's own restore cannot take them (it would put the
-        sandbox into the host's network); runc needs it, so a folder of links with it is made for this one start."""
+        sandbox into the host's network); runc needs it, so it lies beside links to them for this one start."""
         folder = self._work / container_id
         images, logs = folder / "images", folder / "work"
-        for path in (folder, images, logs):
+        for path in (folder, logs):
             path.mkdir(mode=0o700)
-        for image in (store.folder(manifest.checkpoint_id) / CRIU_FOLDER).iterdir():
-            os.link(image, images / image.name)
+        if manifest.key_id:  # decrypted for this restore only, on another file system
+            images = plain / CRIU_FOLDER
+        else:
+            images.mkdir(mode=0o700)
+            for image in (plain / CRIU_FOLDER).iterdir():
+                os.link(image, images / image.name)
         (images / "descriptors.json").write_text(json.dumps(list(manifest.stdio)))
-        claim = f"images={images}\nwork={logs}\nconfig={self._config}\npath={self._search}\nnetwork=none\n"
-        write_bytes(CLAIMS / container_id, claim.encode(), durable=False)
+        marks.arm(
+            container_id, f"images={images}\nwork={logs}\nconfig={self._config}\npath={self._search}\nnetwork=none\n"
+        )
+        reach(Point.RESTORE_ARMED)
         try:
             self._engine.start(container_id)
         except RestoreFailed as why:
             raise RestoreFailed(f"{why.message}{first_error(logs, 'restore.log')}", kept="the checkpoint") from why
-        if (CLAIMS / container_id).exists():
+        if not marks.taken(container_id):
             raise RestoreFailed(
                 "the container started without the OCI runtime `belayer` taking its claim: that is a cold start",
                 remedy="check `docker info` for the runtime and its path",
@@ -161,14 +218,34 @@ class Restorer:
                 )
             if status.last_action != manifest.boundary or status.busy:
                 raise RestoreFailed(f"the restored agent is after action {status.last_action}, not {manifest.boundary}")
+            tree = _tree(life.pid)
             if is_dead(pidfd):
                 raise RestoreFailed("the restored sandbox died at once")
         except BaseException:
             os.close(pidfd)
             raise
-        return life, pidfd, link, f"nonce and boundary {manifest.boundary} from PID 1's memory; sha256 of every file"
+        said = f"nonce and boundary {manifest.boundary} from PID 1's memory; {tree}; sha256 of every file"
+        return life, pidfd, link, said
 
     def _forget(self, container_id: str) -> None:
-        for name in (container_id, f"{container_id}.used", f"{container_id}.started"):
-            (CLAIMS / name).unlink(missing_ok=True)
+        marks.disarm(container_id)
         shutil.rmtree(self._work / container_id, ignore_errors=True)
+
+
+def _tree(pid: int) -> str:
+    """The process tree below PID 1, all in one time namespace. Raises RestoreFailed: with two, what the next action
+    starts would see another uptime than what was restored (runc 1.1.5 does this on some kernels)."""
+    group = of_process(pid)
+    home = os.readlink(f"/proc/{pid}/ns/time")
+    seen = 0
+    for task in group.pids():
+        try:
+            spaces = {os.readlink(f"/proc/{task}/ns/{name}") for name in ("time", "time_for_children")}
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it ended in this moment, or is a zombie
+        if spaces != {home}:
+            raise RestoreFailed(
+                f"process {task} of the restored sandbox is in another time namespace", kept="the checkpoint"
+            )
+        seen += 1
+    return f"{seen} processes in one time namespace"

@@ -11,6 +11,7 @@ moved, dropped or cut off; the associated data names checkpoint and file, so tha
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
@@ -23,7 +24,9 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from belayer.config import Envkeeper
 from belayer.errors import ConfigInvalid, HostUnfit, RestoreFailed
+from belayer.paths import Paths
 
 MAGIC = b"BLYSEAL1"
 KEY_BYTES, SALT_BYTES, TAG_BYTES = 32, 16, 16
@@ -93,6 +96,14 @@ class Seal:
                         kept="the checkpoint as it is",
                         remedy="give envkeeper.encrypt_key_file the key that sealed it",
                     ) from why
+
+
+def seal_of(config: Envkeeper, paths: Paths) -> Seal | None:
+    """None without a key. The scratch folder is one per root, on /dev/shm. Raises ConfigInvalid, HostUnfit."""
+    if not config.encrypt_key_file:
+        return None
+    root = hashlib.sha256(str(paths.state).encode()).hexdigest()[:16]
+    return Seal(load_key(config.encrypt_key_file), Path("/dev/shm") / f"belayer-{root}")
 
 
 def load_key(where: str) -> bytes:

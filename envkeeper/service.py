@@ -21,16 +21,20 @@ from belayer.rpc import Server
 from envkeeper import host
 from envkeeper.acting import Acting
 from envkeeper.adopt import adopt
+from envkeeper.fork import Forks
 from envkeeper.keeper import Box, Keeper
-from envkeeper.prefix import Prefixes
+from envkeeper.lineage import Lineage
+from envkeeper.prefix import Back, Prefixes
 from envkeeper.store import Manifest
 
 NAME = "envkeeper"
+_COLLECT_EVERY_S = 30.0
 
 
 class Service:
     def __init__(self, keeper: Keeper, acting: Acting, prefixes: Prefixes) -> None:
         self._keeper, self._acting, self._prefixes, self._instance = keeper, acting, prefixes, new_instance()
+        self._forks = Forks(keeper, prefixes.restorer)
 
     async def handle(self, ask: Any) -> msgspec.Struct:
         keeper = self._keeper
@@ -46,12 +50,18 @@ class Service:
                 assert box.ready is not None
                 return checkpoint_info(box.ready, box.ready_digest, total, phases)
             case m.FullRestore():
-                return await self._restore(ask)
+                box, back = await self._prefixes.restore(ask)
+                return restore_info(box, back)
             case m.ListSandboxes():
                 rows = tuple(info(box) for _, box in sorted(keeper.boxes.items()))
                 return m.SandboxList(sandboxes=rows, instance=self._instance, pid=os.getpid())
+            case m.ForkSandbox():
+                forks, total = await self._forks.fork(ask)
+                return m.Forked(forks=tuple(restore_info(box, back) for box, back in forks), total_ms=round(total, 3))
+            case m.ListLineage():
+                return await keeper.thread(self._lineages, ask.sandbox_id)
             case m.ListCheckpoints():
-                return self._checkpoints(keeper.box(ask.sandbox_id))
+                return await keeper.thread(self._checkpoints, ask.sandbox_id)
             case m.DestroySandbox():
                 watch = Stopwatch()
                 await keeper.destroy(ask)
@@ -61,24 +71,37 @@ class Service:
                 return FaultProof(fault=f"{ask.kind}-sandbox", target=ask.sandbox_id, pid=pid, seen=seen, ms=ms)
         raise BadMessage(f"envkeeper does not know {type(ask).__name__}")
 
-    async def _restore(self, ask: m.FullRestore) -> m.RestoreInfo:
-        box, manifest, back, total = await self._prefixes.restore(ask)
-        return m.RestoreInfo(
-            sandbox_id=manifest.sandbox_id,
-            incarnation=box.record.incarnation,
-            checkpoint_id=manifest.checkpoint_id,
-            boundary=manifest.boundary,
-            context_digest=manifest.context_digest,
-            container_id=back.life.container_id,
-            total_ms=round(total, 3),
-            phases_ms=_rounded(back.phases_ms),
-            proof=back.proof,
-        )
+    def _checkpoints(self, sandbox_id: str) -> m.CheckpointList:
+        """Also of a sandbox that ended and kept them."""
+        keeper = self._keeper
+        store = keeper.store_of(sandbox_id) if keeper.ended(sandbox_id) else keeper.box(sandbox_id).store
+        rows = tuple(checkpoint_info(row, "", 0.0, row.phases_ms) for row in store.all())
+        pointer = store.ready()
+        return m.CheckpointList(checkpoints=rows, ready=pointer.checkpoint_id if pointer else "")
 
-    @staticmethod
-    def _checkpoints(box: Box) -> m.CheckpointList:
-        rows = tuple(checkpoint_info(row, "", 0.0, row.phases_ms) for row in box.store.all())
-        return m.CheckpointList(checkpoints=rows, ready=box.ready.checkpoint_id if box.ready else "")
+    def _lineages(self, sandbox_id: str) -> m.Lineages:
+        keeper = self._keeper
+        names = [sandbox_id] if sandbox_id else sorted(keeper.boxes)
+        if sandbox_id and not keeper.ended(sandbox_id):
+            keeper.box(sandbox_id)
+        return m.Lineages(births={name: Lineage(keeper.paths.checkpoints / name).births() for name in names})
+
+
+def restore_info(box: Box, back: Back) -> m.RestoreInfo:
+    made, restored = back.manifest, back.restored
+    return m.RestoreInfo(
+        sandbox_id=box.record.sandbox_id,
+        incarnation=box.record.incarnation,
+        checkpoint_id=made.checkpoint_id if made else "",
+        boundary=made.boundary if made else 0,
+        context_digest=made.context_digest if made else "",
+        container_id=restored.life.container_id,
+        total_ms=round(back.total_ms, 3),
+        phases_ms=_rounded(restored.phases_ms),
+        proof=restored.proof,
+        path=back.path,
+        notes=back.notes,
+    )
 
 
 def info(box: Box) -> m.SandboxInfo:
@@ -128,8 +151,10 @@ async def run(config: Config, paths: Paths, stop: asyncio.Event, prefix: Path = 
     server = Server(paths.envkeeper_sock, m.Request, Service(keeper, Acting(keeper), prefixes).handle)
     logger.info("ready", sandboxes=len(keeper.boxes), **found.versions)
     notify("READY=1")
+    collecting = asyncio.ensure_future(prefixes.collector.run_for_ever(_COLLECT_EVERY_S))
     try:
         await serve_until(stop, server.serve())
     finally:
+        collecting.cancel()
         await keeper.close()
         del only

@@ -74,8 +74,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyPointer(msgspec.Struct, frozen=True, kw_only=True):
+    """``ancestors``: those of its manifest, for the day on which that one cannot be read."""
+
     checkpoint_id: str
     manifest_sha256: str
+    ancestors: tuple[str, ...] = ()
 
 
 def publish_step(name: str) -> None:
@@ -147,7 +150,7 @@ class Store:
         self._step("renamed")
         self._disk.sync_dir(self._done)
         self._step("named")
-        self._point(folder.name, data)
+        self._point(manifest, data)
         self._step("ready")
         return manifest, hashlib.sha256(data).hexdigest()
 
@@ -161,13 +164,12 @@ class Store:
             return (pointer.checkpoint_id,)
         return (*before.ancestors, pointer.checkpoint_id)[-ANCESTORS:]
 
-    def point(self, checkpoint_id: str) -> None:
-        """READY to a complete checkpoint: after a rewind, what lies after it is an abandoned attempt, and a later
-        restore must not bring that back. Raises RestoreFailed when it is gone."""
-        try:
-            self._point(checkpoint_id, (self._done / checkpoint_id / MANIFEST).read_bytes())
-        except FileNotFoundError as why:
-            raise RestoreFailed(f"checkpoint {checkpoint_id} is gone") from why
+    def point(self, checkpoint_id: str) -> str:
+        """READY to a complete checkpoint; its digest. After a rewind, what lies after it is an abandoned attempt, and a
+        later restore must not bring that back. Raises RestoreFailed when it is gone."""
+        manifest, digest = self.load(checkpoint_id)
+        self._point(manifest, (self._done / checkpoint_id / MANIFEST).read_bytes())
+        return digest
 
     def point_at_nothing(self) -> None:
         """No checkpoint is READY: the sandbox began again from its image."""
@@ -194,8 +196,12 @@ class Store:
             self._disk.sync_dir(folder)
         self.point(checkpoint_id)
 
-    def _point(self, checkpoint_id: str, manifest: bytes) -> None:
-        pointer = ReadyPointer(checkpoint_id=checkpoint_id, manifest_sha256=hashlib.sha256(manifest).hexdigest())
+    def _point(self, manifest: Manifest, data: bytes) -> None:
+        pointer = ReadyPointer(
+            checkpoint_id=manifest.checkpoint_id,
+            manifest_sha256=hashlib.sha256(data).hexdigest(),
+            ancestors=manifest.ancestors,
+        )
         self._disk.replace(self.home / READY, msgspec.json.encode(pointer))
 
     # ---- reading ----
@@ -237,7 +243,10 @@ class Store:
                 f"checkpoint {checkpoint_id} cannot be read: {why}", remedy="restore an older one by its id"
             ) from why
         digest = hashlib.sha256(data).hexdigest()
-        pointer = self.ready()
+        try:
+            pointer = self.ready()
+        except CheckpointIncomplete:
+            pointer = None  # READY is damaged: a checkpoint can still be named by its id
         if pointer and pointer.checkpoint_id == checkpoint_id and pointer.manifest_sha256 != digest:
             raise RestoreFailed(f"the manifest of {checkpoint_id} is not the one that READY names: it was changed")
         if manifest.format != FORMAT:

@@ -84,15 +84,24 @@ class CheckpointInfo(Message, frozen=True, kw_only=True, tag=True):
 
 class FullRestore(Message, frozen=True, kw_only=True, tag=True):
     """Restore READY (or ``checkpoint_id``) into a fresh container; the old life is fenced first. ``incarnation``: the
-    life that was lost; when it is no longer the last one, another restorer has won (ClaimTaken)."""
+    life that was lost; when it is no longer the last one, another restorer has won (ClaimTaken).
+
+    When that checkpoint fails, its ancestors are tried, newest first, if ``allow_older`` (left out: only when no
+    ``checkpoint_id`` was named), and at last the image itself if ``allow_base``. ``note``: what went wrong in the
+    attempt that is given up; the next one finds it in /run/belayer/notes and in the answer."""
 
     sandbox_id: str
     checkpoint_id: str = ""
     incarnation: str = ""
+    allow_older: bool | None = None
+    allow_base: bool = False
+    note: str = ""
 
 
 class RestoreInfo(Message, frozen=True, kw_only=True, tag=True):
-    """``context_digest`` is that of the L_k that belongs to the restored E_k; ``proof`` says what was compared."""
+    """``context_digest`` is that of the L_k that belongs to the restored E_k ("" at boundary 0 of the image);
+    ``checkpoint_id`` is what was really restored, "" for the image; ``proof`` says what was compared; ``path`` names
+    every step that was tried, the last of which succeeded; ``notes``: of abandoned attempts, oldest first."""
 
     sandbox_id: str
     incarnation: str
@@ -103,6 +112,54 @@ class RestoreInfo(Message, frozen=True, kw_only=True, tag=True):
     total_ms: float
     phases_ms: dict[str, float] = {}
     proof: str = ""
+    path: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class ForkSandbox(Message, frozen=True, kw_only=True, tag=True):
+    """``count`` new sandboxes (or one for each of ``names``) that begin at READY of ``sandbox_id`` (or at
+    ``checkpoint_id``), which goes on as it is. They share the bytes of that checkpoint. All of them or none.
+    ``sandbox_id`` may have ended, if its checkpoints were kept."""
+
+    sandbox_id: str
+    checkpoint_id: str = ""
+    count: int = 1
+    names: tuple[str, ...] = ()
+    note: str = ""
+
+
+class Forked(Message, frozen=True, kw_only=True, tag=True):
+    """One RestoreInfo for each fork, in order."""
+
+    forks: tuple[RestoreInfo, ...]
+    total_ms: float
+
+
+class Birth(Message, frozen=True, kw_only=True):
+    """One life of a sandbox and where it came from. ``kind``: created, restored, rewound, forked, base.
+    ``parent``: the incarnation that made ``checkpoint_id``; ``left_boundary``: where the life before it ended."""
+
+    incarnation: str
+    sandbox_id: str
+    kind: str
+    at: float
+    parent: str = ""
+    checkpoint_id: str = ""
+    boundary: int = 0
+    left_boundary: int = 0
+    note: str = ""
+
+
+class ListLineage(Message, frozen=True, kw_only=True, tag=True):
+    """Of one sandbox, or of all ("")."""
+
+    sandbox_id: str = ""
+
+
+class Lineages(Message, frozen=True, kw_only=True, tag=True):
+    """Births in order, by sandbox; a fork's begin with those of the sandbox that it came from."""
+
+    births: dict[str, tuple[Birth, ...]]
 
 
 class ListSandboxes(Message, frozen=True, kw_only=True, tag=True):
@@ -144,6 +201,8 @@ Request = (
     | ExecAction
     | FullCheckpoint
     | FullRestore
+    | ForkSandbox
+    | ListLineage
     | ListSandboxes
     | ListCheckpoints
     | DestroySandbox
@@ -155,6 +214,8 @@ Reply = (
     | Observation
     | CheckpointInfo
     | RestoreInfo
+    | Forked
+    | Lineages
     | SandboxList
     | CheckpointList
     | FaultProof

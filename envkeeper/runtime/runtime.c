@@ -2,9 +2,12 @@
  * OCI runtime registered in Docker as "belayer": runc, except that the `create` of a container for which envkeeper has
  * left a claim restores the processes of a checkpoint instead of starting the image's command.
  *
- * A claim is a file CLAIMS/<container id>, root only, written after `docker create` and renamed away here before use:
- * a second start of the same container finds none and cannot restore old memory again. It is keyed by the id and lies
- * outside of everything an image can influence; an environment variable would let an image name a path of the host.
+ * A claim is a file CLAIMS/<container id>, root only, written after `docker create` and renamed away here before use.
+ * It is keyed by the id and lies outside of everything an image can influence; an environment variable would let an
+ * image name a path of the host.
+ *
+ * A container of this runtime is started once. CLAIMS/<container id>.once is made (O_EXCL) by its first start; a second
+ * one would run the image's command over the upper layer of a life that has ended, next to its successor: refused.
  *
  * Lines of a claim, key=value: images, work, config (a CRIU configuration file), path (PATH for runc and criu),
  * network ("none": loopback only).
@@ -135,6 +138,18 @@ static void restore(int argc, char **argv, int verb, char *claim) {
     fail("cannot run", "runc");
 }
 
+/* Without the folder there is no envkeeper on this host, and the container is nobody's sandbox. */
+static void only_once(const char *claim) {
+    char once[520];
+    snprintf(once, sizeof once, "%s.once", claim);
+    int fd = open(once, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (fd >= 0) close(fd);
+    else if (errno == EEXIST) {
+        dprintf(2, "belayer-runtime: this container has been started before: a sandbox has one life, restore its checkpoint\n");
+        exit(1);
+    } else if (errno != ENOENT) fail("cannot make", once);
+}
+
 int main(int argc, char **argv) {
     char claim[512], used[520], started[520];
     int verb = 0;
@@ -144,6 +159,7 @@ int main(int argc, char **argv) {
         snprintf(claim, sizeof claim, CLAIMS "/%s", argv[argc - 1]);
         snprintf(used, sizeof used, "%s.used", claim);
         snprintf(started, sizeof started, "%s.started", claim);
+        if (strcmp(argv[verb], "create") == 0) only_once(claim);
         if (strcmp(argv[verb], "create") == 0 && rename(claim, used) == 0) restore(argc, argv, verb, slurp(used, NULL));
         /* What was restored runs already; runc would refuse to start it. */
         if (strcmp(argv[verb], "start") == 0 && rename(used, started) == 0) return 0;

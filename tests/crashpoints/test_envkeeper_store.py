@@ -281,5 +281,5 @@ def test_ancestors_are_one_attempt_and_not_what_a_rewind_left_behind(tmp_path: P
     store.point_at_nothing()
     assert store.ready() is None
     assert write(store, 1).ancestors == ()
-    with pytest.raises(RestoreFailed, match="is gone"):
+    with pytest.raises(RestoreFailed, match="cannot be read"):
         store.point("k9-00")

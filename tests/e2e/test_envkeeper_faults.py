@@ -161,12 +161,14 @@ def test_a_changed_byte_is_found_and_nothing_is_served(host: EnvHost, box: Sandb
     path.write_bytes(data)
     proof = box.kill()
     assert "dead" in proof.seen
-    with pytest.raises(RestoreFailed):
-        box.restore()
+    with pytest.raises(RestoreFailed, match=second.checkpoint_id):
+        box.restore_info(allow_older=False)
     assert host.info(box.sandbox_id).state == "lost"
     eventually(lambda: len(host.containers()) <= 1, what="the half-made container is removed")
-    assert box.restore(first.checkpoint_id)[0] == 1  # the right to restore was given back
-    assert box.exec("echo $X").stdout == "7\n"
+    back = box.restore_info()  # the right to restore was given back
+    assert (back.checkpoint_id, back.boundary, back.context_digest) == (first.checkpoint_id, 1, first.context_digest)
+    assert [step.split(":")[0] for step in back.path] == [second.checkpoint_id, first.checkpoint_id]
+    assert box.exec("echo $X; ls /file 2>/dev/null").stdout == "7\n"
 
 
 def test_an_unreadable_checkpoint_costs_no_living_sandbox(host: EnvHost, box: Sandbox) -> None:
