@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +55,10 @@ def receive(sock: socket.socket) -> tuple[bytes, tuple[int, ...]]:
     return data, fds
 
 
+def _nothing() -> None:
+    pass
+
+
 class SeqClient:
     """A connection that stays open: for gpuowner it *is* the lease."""
 
@@ -69,10 +74,12 @@ class SeqClient:
             self._sock.close()
             raise DaemonUnreachable(f"nothing listens at {path}: {why.strerror}") from why
 
-    def call(self, message: Any, reply: type[R]) -> tuple[R, tuple[int, ...]]:
-        """The reply as ``reply`` and the descriptors that came with it (the caller owns them)."""
+    def call(self, message: Any, reply: type[R], sent: Callable[[], None] = _nothing) -> tuple[R, tuple[int, ...]]:
+        """The reply as ``reply`` and the descriptors that came with it (the caller owns them). ``sent`` is called
+        between the request and the wait for its answer."""
         try:
             send(self._sock, wire.encode(message))
+            sent()
             data, fds = receive(self._sock)
         except OSError as why:
             raise DaemonUnreachable(f"{self._path} did not answer {type(message).__name__}: {why}") from why

@@ -34,6 +34,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0  # between two tries to reach an ow
 Rejoin = Callable[[SeqClient, int], None]  # open connection, generation of the owner behind it
 
 
+def _nothing() -> None:
+    pass
+
+
 class OwnerClient:
     """One open connection to an owner; for a lease holder it is the lease.
 
@@ -58,9 +62,11 @@ class OwnerClient:
             raise DaemonUnreachable(f"the owner at {self._path} ended while it was asked: {why}") from why
         self._client = client
 
-    def call(self, message: msgspec.Struct, reply: type[R]) -> tuple[R, tuple[int, ...]]:
+    def call(
+        self, message: msgspec.Struct, reply: type[R], sent: Callable[[], None] = _nothing
+    ) -> tuple[R, tuple[int, ...]]:
         with self._lock:
-            return self._client.call(message, reply)
+            return self._client.call(message, reply, sent)
 
     def alive(self) -> bool:
         return not procs.is_dead(self._pidfd)
@@ -131,13 +137,13 @@ class WeightsView:
     """A sealed model mapped read-only, its bytes checked against the digests of the grant."""
 
     def __init__(self, client: OwnerClient, model: str, rank: int = 0) -> None:
-        grant, fds = client.call(m.AttachWeights(model=model, rank=rank), m.WeightsGrant)
+        self._client = client
+        grant, layout, fd = _attach(client, model, rank)
         try:
-            layout = grant.layout or _layout_from(fds[1])
-            self.mapping = Mapping(fds[0], grant.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
+            self.mapping = Mapping(fd, grant.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
+            self._memory = os.fstat(fd).st_ino
         finally:
-            for fd in fds:
-                os.close(fd)
+            os.close(fd)
         client.on_return(self._rejoin)
         self.grant = grant
         self.tensors = {spec.name: spec for spec in layout}
@@ -153,14 +159,73 @@ class WeightsView:
     def verify(self) -> float:
         """Hash everything and return the milliseconds. Raises WeightsBroken naming the chunk that differs."""
         watch = Stopwatch()
-        bad = first_difference(self.mapping.buffer(), self.grant.chunk_digests)
-        if bad is not None:
-            raise WeightsBroken(
-                f"weights of {self.grant.model} v{self.grant.version}: chunk {bad} differs from its digest",
-                kept="nothing of this mapping is used",
-                remedy="restart gpuowner@weights so that it loads the model again",
-            )
+        _equal_or_refuse(self.mapping, self.grant)
         return watch.ms()
+
+    def verify_version(self, threads: int = 1) -> bool:
+        """Whether what is mapped here is the owner's last version, whole, hashed anew; ``grant`` then says which.
+
+        True also after an update in place: the bytes below the mapping have changed, and the new digests fit them.
+        False after a swap: the version mapped here is still whole, and older. Raises WeightsTorn while an update is
+        open or when it was torn, WeightsBroken when the bytes differ from their digests."""
+        grant, _, fd = _attach(self._client, self.grant.model, self.grant.rank)
+        try:
+            same = os.fstat(fd).st_ino == self._memory
+        finally:
+            os.close(fd)
+        _equal_or_refuse(self.mapping, grant if same else self.grant, threads)
+        if same:
+            self.grant = grant
+        return same
+
+    def follow(self, threads: int = 1) -> bool:
+        """Map the owner's last version at the same address; False when it was mapped already.
+
+        Its bytes are verified before they take the place of the old ones, which nothing may read meanwhile. Raises as
+        ``verify_version``, and WeightsBroken when the tensors of the new version lie elsewhere; the mapping is then as
+        it was."""
+        grant, layout, fd = _attach(self._client, self.grant.model, self.grant.rank)
+        try:
+            if os.fstat(fd).st_ino == self._memory:
+                _equal_or_refuse(self.mapping, grant, threads)
+                self.grant = grant
+                return False
+            if grant.nbytes != self.grant.nbytes or {spec.name: spec for spec in layout} != self.tensors:
+                raise WeightsBroken(
+                    f"weights of {grant.model} v{grant.version} lie otherwise than v{self.grant.version}",
+                    kept=f"v{self.grant.version} as it is mapped",
+                    remedy="start a new worker: this one's tensors cannot follow",
+                )
+            beside = Mapping(fd, grant.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
+            try:
+                _equal_or_refuse(beside, grant, threads)
+            finally:
+                beside.close()
+            self.mapping.replace(fd, PROT_READ, MAP_SHARED | MAP_NORESERVE)
+            self.grant, self._memory = grant, os.fstat(fd).st_ino
+            return True
+        finally:
+            os.close(fd)
+
+
+def _attach(client: OwnerClient, model: str, rank: int) -> tuple[m.WeightsGrant, tuple[m.TensorSpec, ...], int]:
+    grant, fds = client.call(m.AttachWeights(model=model, rank=rank), m.WeightsGrant)
+    try:
+        layout = grant.layout or layout_from(fds[1])
+    finally:
+        for fd in fds[1:]:
+            os.close(fd)
+    return grant, layout, fds[0]
+
+
+def _equal_or_refuse(mapping: Mapping, grant: m.WeightsGrant, threads: int = 1) -> None:
+    bad = first_difference(mapping.buffer(), grant.chunk_digests, threads)
+    if bad is not None:
+        raise WeightsBroken(
+            f"weights of {grant.model} v{grant.version}: chunk {bad} differs from its digest",
+            kept="nothing of this mapping is used",
+            remedy="restart gpuowner@weights so that it loads the model again",
+        )
 
 
 class ArenaView:
@@ -206,7 +271,8 @@ class ArenaView:
             client.call(message, m.ArenaInfo)
 
 
-def _layout_from(fd: int) -> tuple[m.TensorSpec, ...]:
+def layout_from(fd: int) -> tuple[m.TensorSpec, ...]:
+    """The layout of a grant that was too large for its packet."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
         return msgspec.msgpack.decode(file.read(), type=tuple[m.TensorSpec, ...])

@@ -64,10 +64,10 @@ class MapSink:
         self._view[offset : offset + len(data)] = data
 
 
-def sink_for(fd: int, mapping: Mapping, huge_pages: str = "off") -> Sink:
+def sink_for(fd: int, writable: Callable[[], Mapping], huge_pages: str = "off") -> Sink:
     """Huge pages come only through a mapping: hugetlbfs has no write(2), and THP looks at the mapping's advice."""
     hugetlb = os.fstat(fd).st_blksize >= hugepages.SIZE
-    return MapSink(mapping.buffer()) if hugetlb or huge_pages != "off" else FdSink(fd)
+    return MapSink(writable().buffer()) if hugetlb or huge_pages != "off" else FdSink(fd)
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,26 @@ def widened(source: NDArray[Any], stored: str, to: str) -> NDArray[Any]:
     raise WeightsBroken(f"no exact conversion from {stored} to {to}")
 
 
+def array_jobs(spec: TensorSpec, flat: NDArray[Any], stored: str) -> Iterator[Job]:
+    """Jobs that fill a part from memory; ``flat``: all items of the source tensor in C order, as ``typed`` gives."""
+    if spec.strides or spec.source_strides:
+        yield array_job(spec, flat, stored)
+        return
+    item, at, end = ITEM_BYTES[spec.dtype], spec.offset, spec.offset + spec.nbytes
+    while at < end:
+        upto = min(end, at + 16 * BLOCK, (at // CHUNK + 1) * CHUNK)
+        first = spec.source_offset + (at - spec.offset) // item
+        part = flat[first : first + (upto - at) // item]
+
+        def run(sink: Sink, at: int = at, part: NDArray[Any] = part) -> None:
+            for start in range(0, part.size, BLOCK):
+                block = widened(part[start : start + BLOCK], stored, spec.dtype)
+                sink.write(at + start * item, _bytes_of(block))
+
+        yield Job(at, upto, upto - at, run)
+        at = upto
+
+
 def array_job(spec: TensorSpec, flat: NDArray[Any], stored: str) -> Job:
     """``flat``: all items of the source tensor, in C order, as ``typed`` gives them."""
     item = ITEM_BYTES[spec.dtype]
@@ -210,6 +230,21 @@ def _write_blocks(sink: Sink, spec: TensorSpec, source: NDArray[Any], stored: st
     for index in np.ndindex(*spec.shape[:inner]):
         at = spec.offset + item * sum(n * s for n, s in zip(index, strides[:inner], strict=True))
         sink.write(at, _bytes_of(widened(source[index], stored, spec.dtype)))
+
+
+def base_jobs(ranges: Sequence[tuple[int, int]], base: Mapping) -> list[Job]:
+    """Jobs that copy byte ranges of ``base`` to the same places."""
+    view = memoryview(base.buffer()).cast("B")
+    jobs = []
+    for start, end in ranges:
+        for at in range(start, end, 16 * BLOCK):
+            upto = min(end, at + 16 * BLOCK)
+
+            def run(sink: Sink, at: int = at, upto: int = upto) -> None:
+                sink.write(at, view[at:upto])
+
+            jobs.append(Job(at, upto, upto - at, run))
+    return jobs
 
 
 def run_jobs(

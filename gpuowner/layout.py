@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from msgspec.structs import replace
 
 from belayer.errors import WeightsBroken
 from belayer.messages.owner import TensorSpec
@@ -17,7 +18,7 @@ from gpuowner.recipe import Param, Piece, Recipe, c_strides, merged
 from gpuowner.safetensors_file import ITEM_BYTES, RawTensor, elements
 
 ALIGN = 64  # bytes: a cache line, and enough for every vector load
-_WIDENS = frozenset({("BF16", "F32"), ("F16", "F32")})  # exact
+WIDENS = frozenset({("BF16", "F32"), ("F16", "F32")})  # exact
 
 
 def place(recipe: Recipe, tensors: Mapping[str, RawTensor], dtype: str) -> tuple[tuple[TensorSpec, ...], int]:
@@ -58,7 +59,7 @@ def _dtype(param: Param, pieces: list[Piece], tensors: Mapping[str, RawTensor], 
     for piece in pieces:
         stored = tensors[piece.source].dtype
         to = param.dtype or (wanted if stored in ("F32", "F16", "BF16") and wanted else stored)
-        if to != stored and (stored, to) not in _WIDENS:
+        if to != stored and (stored, to) not in WIDENS:
             raise WeightsBroken(
                 f"{piece.source} is stored as {stored} and cannot become {to} without loss",
                 kept="nothing was sealed",
@@ -94,24 +95,13 @@ def _rows(
             strides=() if piece.strides == c_strides(piece.shape) else piece.strides,
             source_offset=piece.source_offset,
             source_strides=() if piece.source_strides == c_strides(piece.shape) else piece.source_strides,
+            source_shape=() if tensors[piece.source].shape == piece.shape else tensors[piece.source].shape,
         )
         if name == param.name and row.shape == whole.shape and not row.strides:
-            rows[0] = TensorSpec(
-                name=name, dtype=dtype, shape=whole.shape, offset=offset, nbytes=whole.nbytes, source=piece.source,
-                source_offset=row.source_offset, source_strides=row.source_strides, buffer=param.buffer,
-            )  # fmt: skip
-        else:
-            rows.append(row if name != param.name else _renamed(row))
+            rows[0] = replace(row, offset=offset, alias_of="", buffer=param.buffer)
+        else:  # a part that bears the name of its whole (a padded vocabulary) steps aside for it
+            rows.append(row if name != param.name else replace(row, name=f"{name}#0"))
     return rows
-
-
-def _renamed(row: TensorSpec) -> TensorSpec:
-    """A part that bears the name of its whole (a padded vocabulary) steps aside for it."""
-    return TensorSpec(
-        name=f"{row.name}#0", dtype=row.dtype, shape=row.shape, offset=row.offset, nbytes=row.nbytes,
-        alias_of=row.alias_of, source=row.source, strides=row.strides, source_offset=row.source_offset,
-        source_strides=row.source_strides,
-    )  # fmt: skip
 
 
 def _tied(alias: str, base: TensorSpec) -> TensorSpec:

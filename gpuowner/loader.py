@@ -72,7 +72,7 @@ def load(
     try:
         mapping = memory.map_writable()
         jobs = list(file_jobs(layout, tensors, files))
-        sink = sink_for(memory.fd, mapping, huge_pages)
+        sink = sink_for(memory.fd, lambda: mapping, huge_pages)
         begun = watch.ms()
         view = memoryview(mapping.buffer()).cast("B")[:nbytes]
         digests = run_jobs(jobs, sink, threads or default_threads(), progress, view, all_chunks(nbytes))

@@ -23,7 +23,8 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     Without ``alias_of`` it is a tensor of the engine and owns its bytes (none: a name that the engine ignores); with it,
     it is a part or a tied name of that tensor. ``source``: the file's tensor that fills it. ``strides`` (in the mapping)
-    and ``source_strides`` are in elements, () for C order without a gap; ``source_offset`` in elements."""
+    and ``source_strides`` are in elements, () for C order without a gap; ``source_offset`` in elements;
+    ``source_shape`` is () where it is ``shape``."""
 
     name: str
     dtype: str
@@ -35,6 +36,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     strides: tuple[int, ...] = ()
     source_offset: int = 0
     source_strides: tuple[int, ...] = ()
+    source_shape: tuple[int, ...] = ()
     buffer: bool = False
 
 
