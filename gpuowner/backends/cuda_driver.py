@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +41,20 @@ def load_bindings() -> Any:
 
 
 class CudaDriver:
-    """gpuowner.backends.driver on the real driver. One per process; contexts are current per thread."""
+    """gpuowner.backends.driver on the real driver. One per process; contexts are current per thread.
+
+    Making one loads nothing (an owner has one only to name it to its allocating child); the first call does, and raises
+    HostUnfit where there is nothing to load."""
 
     spec = REAL
 
     def __init__(self) -> None:
-        self._cuda = load_bindings()
         self._functions: dict[Kernel, Any] = {}
         self._retained: dict[int, Any] = {}
+
+    @cached_property
+    def _cuda(self) -> Any:
+        return load_bindings()
 
     def _call(self, name: str, *args: Any) -> Any:
         """``name(*args)``; its result, or None when it has none. Raises DriverError."""

@@ -12,6 +12,8 @@ from typing import Protocol
 from belayer.errors import BelayerError, HostUnfit
 from gpuowner.backends.port import Access
 
+# Of the PROBE kernel (kernels.cu).
+PROBE_ROUNDS, PROBE_FACTOR, PROBE_TERM = 64, 6364136223846793005, 1442695040888963407
 _MASK = (1 << 64) - 1
 
 
@@ -27,8 +29,8 @@ class Kernel(StrEnum):
 def probe_word(seed: int, index: int) -> int:
     """What PROBE computes for one word."""
     x = (seed + index) & _MASK
-    for _ in range(64):
-        x = (x * 6364136223846793005 + 1442695040888963407) & _MASK
+    for _ in range(PROBE_ROUNDS):
+        x = (x * PROBE_FACTOR + PROBE_TERM) & _MASK
     return x
 
 
@@ -101,7 +103,8 @@ FAKE = "fake"
 
 
 def driver_for(spec: str) -> Driver:
-    """``cuda``, or ``fake:NAME:BYTES``. Raises HostUnfit when this host has no such driver."""
+    """``cuda``, or ``fake:NAME:BYTES``. Raises HostUnfit for another name; a driver that is missing on this host
+    refuses when it is first used."""
     # Both are imported late: the bindings are not installed on a CPU host, and no daemon needs the fake.
     if spec == REAL:
         from gpuowner.backends.cuda_driver import CudaDriver

@@ -19,9 +19,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from belayer.clock import monotonic
 from gpuowner import vmem
-from gpuowner.backends.driver import FAKE, DriverError, Kernel, probe_word
+from gpuowner.backends.driver import FAKE, PROBE_FACTOR, PROBE_ROUNDS, PROBE_TERM, DriverError, Kernel
 from gpuowner.backends.port import Access
 from gpuowner.backends.sums import chunk_sums
 
@@ -60,16 +62,18 @@ def _of_process(process: Path, prefix: str) -> dict[int, int]:
     """Inode -> bytes; the size stands in the name, since a mapping shows only its own length."""
     found: dict[int, int] = {}
     try:
-        for row in (process / "maps").read_text().splitlines():
-            if prefix in row:
-                fields = row.split()
-                found[int(fields[4])] = int(fields[5].rpartition("-")[2])
-        for fd in (process / "fd").iterdir():
-            target = os.readlink(fd)
-            if target.startswith(prefix):
-                found[os.stat(fd).st_ino] = int(target.split()[0].rpartition("-")[2])
+        rows = [row.split() for row in (process / "maps").read_text().splitlines() if prefix in row]
+        found = {int(fields[4]): int(fields[5].rpartition("-")[2]) for fields in rows}
+        links = list((process / "fd").iterdir())
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return found  # it ended meanwhile, or is another user's: then it holds nothing of ours
+    for link in links:
+        try:
+            target, inode = os.readlink(link), os.stat(link).st_ino
+        except FileNotFoundError:
+            continue  # closed meanwhile; one of them is the listing itself
+        if target.startswith(prefix):
+            found[inode] = int(target.split()[0].rpartition("-")[2])
     return found
 
 
@@ -256,9 +260,10 @@ def _digest(words: int, count: int, out: int) -> None:
 
 
 def _probe(out: int, count: int, seed: int) -> None:
-    found = _words(out, count)
-    for index in range(count):
-        found[index] = probe_word(seed, index)
+    x = np.arange(count, dtype=np.uint64) + np.uint64(seed)
+    for _ in range(PROBE_ROUNDS):
+        x = x * np.uint64(PROBE_FACTOR) + np.uint64(PROBE_TERM)
+    ctypes.memmove(out, x.ctypes.data, count * 8)
 
 
 def _poke(address: int, value: int) -> None:

@@ -39,9 +39,10 @@ class Made:
 
 
 def make(spec: str, device: int, sizes: tuple[int, ...]) -> Made:
-    """Raises HostUnfit (no driver, no device), Refused (no room; the driver's own name for it is in the message)."""
-    if not sizes or len(sizes) > _MOST or min(sizes) <= 0:
-        raise Refused(f"{len(sizes)} allocations of {sizes} bytes", remedy=f"1 to {_MOST} of more than 0 bytes")
+    """Raises HostUnfit (no driver, no device), Refused (no room; the driver's own name for it is in the message).
+    Without sizes it only finds out whether this host could."""
+    if len(sizes) > _MOST or any(nbytes <= 0 for nbytes in sizes):
+        raise Refused(f"{len(sizes)} allocations of {sizes} bytes", remedy=f"at most {_MOST} of more than 0 bytes")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
@@ -69,7 +70,7 @@ def _start(channel: int, arguments: list[str]) -> subprocess.Popen[bytes]:
 def _receive(ours: socket.socket, child: subprocess.Popen[bytes], count: int) -> Made:
     ours.settimeout(_DEADLINE_S)
     try:
-        data, fds, _ = recv_fds(ours, 1 << 16, count)
+        data, fds, _ = recv_fds(ours, 1 << 16, max(count, 1))
     except TimeoutError as why:
         raise HostUnfit(f"the child that allocates GPU memory did not answer in {_DEADLINE_S:g} s") from why
     if not data:

@@ -20,20 +20,20 @@ class WarmProbe:
     """``probe()`` returns milliseconds. Raises GpuUnhealthy: a wrong word, an error of the driver, or no answer within
     ``deadline_s``. After no answer the process must end: its thread is still inside the driver."""
 
-    def __init__(self, memory: CudaVmm, deadline_s: float = 2.0) -> None:
-        self._memory, self._deadline_s, self._seed = memory, deadline_s, 0
+    def __init__(self, memory: CudaVmm) -> None:
+        self._memory, self._seed = memory, 0
         grain = memory.granularity()
         self._va = memory.reserve(grain)
         handle = memory.private(grain)
         memory.map_handle(self._va, grain, handle, grain, Access.READ_WRITE)
         memory.release(handle)
-        self.probe()
+        self.probe(deadline_s=60.0)  # the first launch loads and compiles the kernels
 
-    def probe(self) -> float:
+    def probe(self, deadline_s: float = 2.0) -> float:
         watch = Stopwatch()
         self._seed += 1  # a stale answer of an earlier probe never fits
         try:
-            words = bounded(self._run, self._deadline_s, "probe kernel")
+            words = bounded(self._run, deadline_s, "probe kernel")
         except TimeoutError as why:
             raise GpuUnhealthy(f"probe: {why}", remedy="end this worker, then check the device") from why
         except DriverError as why:

@@ -33,10 +33,10 @@ def no_gpu() -> str:
     return ""
 
 
-@pytest.fixture(scope="module", params=["memfd", "cuda_vmm over fake", "cuda_vmm over cuda"])
+@pytest.fixture(scope="module", params=["memfd", "cuda_vmm_over_fake", "cuda_vmm_over_cuda"])
 def name(request: pytest.FixtureRequest) -> str:
     which = str(request.param)
-    if which == "cuda_vmm over cuda":
+    if which == "cuda_vmm_over_cuda":
         reason = no_gpu()
         if reason:
             pytest.skip(f"no GPU here: {reason}")
