@@ -122,7 +122,7 @@ class Store:
         name = f"k{boundary}-{secrets.token_hex(6)}"
         folder = self._tmp / name if self._seal is None else self._seal.scratch / self.sandbox_id / name
         for path in (folder.parent, folder, folder / "criu"):  # `parents` would make them open to others
-            path.mkdir(mode=0o700, exist_ok=path == folder.parent)
+            self._disk.mkdir(path)
         return folder
 
     def discard(self, folder: Path) -> None:
@@ -189,8 +189,8 @@ class Store:
                     self._disk.mkdir(name)
                 else:
                     self._disk.link(path, name)
-        for folder in (target, target / "criu"):
-            self._disk.sync_dir(folder)
+        for folder in (*(path for path in target.rglob("*") if path.is_dir()), target, self._tmp):
+            self._disk.sync_dir(folder)  # its links and its own name, before it is moved to where it counts
         self._disk.rename(target, self._done / checkpoint_id)
         for folder in (self._done, self.home, self.home.parent):
             self._disk.sync_dir(folder)

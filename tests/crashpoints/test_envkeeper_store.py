@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import signal
 import subprocess
@@ -13,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from belayer.errors import ClaimTaken, RestoreFailed
-from envkeeper.recipe import Recipe
-from envkeeper.store import FORMAT, READY, FileDigest, Manifest, Store
+from envkeeper.store import READY, FileDigest, Manifest, Store
+from tests.support.checkpoints import manifest_of
 
 TREE = Path(__file__).parents[2]
 STEPS = ["hashed", "manifest", "synced", "renamed", "named", "ready"]
-RECIPE = Recipe(image_id="sha256:0", agent="/a", hostname="h", memory_mb=1, cpus=1.0, pids=1, env={})
 
 
 class StoppedError(Exception):
@@ -41,23 +39,7 @@ def write(store: Store, boundary: int, body: bytes = b"pages") -> Manifest:
     (folder / "upper.pack").write_bytes(b"upper" * boundary)
 
     def make(files: dict[str, FileDigest]) -> Manifest:
-        return Manifest(
-            format=FORMAT,
-            checkpoint_id=folder.name,
-            sandbox_id="sb",
-            incarnation="sb.1",
-            boundary=boundary,
-            context_digest=f"L{boundary}",
-            parent="",
-            made_at=float(boundary),
-            recipe=RECIPE,
-            nonce_sha256=hashlib.sha256(b"n").hexdigest(),
-            stdio=("/dev/null", "pipe:[1]", "pipe:[2]"),
-            versions={},
-            files=files,
-            upper_entries=0,
-            frozen_ms=1.0,
-        )
+        return manifest_of(folder.name, boundary, files)
 
     return store.publish(folder, make)[0]
 

@@ -27,6 +27,7 @@ CORES = [
     "belayerd/router/core.py",
     "gpuowner/core.py",
     "envkeeper/core.py",
+    "envkeeper/budget.py",
     "envkeeper/policy.py",
     "envkeeper/estimate.py",
 ]
