@@ -6,6 +6,7 @@ that names the file, the key and the reason. ``belayerctl config check`` runs th
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,9 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Text = Annotated[str, Meta(min_length=1)]
 
 
+_DEVICE = re.compile(r"cpu|gpu(:(\d+|GPU-[0-9a-fA-F-]+))?")
+
+
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
@@ -33,9 +37,9 @@ class Host(_Section, frozen=True, kw_only=True):
 
 
 class Gpuowner(_Section, frozen=True, kw_only=True):
-    """``backend``: memory of weights and arenas; "memfd" on the CPU."""
+    """``memory``: where weights and arenas live: "memfd" for slots on the CPU, "cuda_vmm" for slots on a GPU."""
 
-    backend: Literal["memfd"] = "memfd"
+    memory: Literal["memfd", "cuda_vmm"] = "memfd"
 
 
 class Model(_Section, frozen=True, kw_only=True):
@@ -225,11 +229,11 @@ def _problems(config: Config) -> Any:
         where = f"slot[{index}]"
         if slot.model not in known:
             yield f"{where}.model", f"no [[model]] is named {slot.model!r}"
-        if slot.device != "cpu":
-            yield (
-                f"{where}.device",
-                f"{slot.device!r} is not supported by backend {config.gpuowner.backend!r}",
-            )
+        if not _DEVICE.fullmatch(slot.device):
+            yield f"{where}.device", f'{slot.device!r} is neither "cpu" nor "gpu", "gpu:INDEX" or "gpu:GPU-UUID"'
+        elif (slot.device == "cpu") != (config.gpuowner.memory == "memfd"):
+            wanted = "memfd" if slot.device == "cpu" else "cuda_vmm"
+            yield f"{where}.device", f'{slot.device!r} needs memory = "{wanted}" in [gpuowner]'
         if slot.device == "cpu" and slot.block_size % 32:
             yield f"{where}.block_size", "must be a multiple of 32: the CPU engine's attention has no other blocks"
         if slot.hang_limit_s < 10 * config.policy.poll_s:

@@ -33,6 +33,7 @@ from belayer.messages.worker import (
 from belayer.paths import Paths
 from belayer.procs import Cgroups, kill_tree
 from belayer.rpc import Client
+from belayerd.gate import CPU, HealthGate
 from belayerd.handover import BY_ACTION, Action
 from belayerd.links import OwnerLink, WorkerLink
 from belayerd.pair import Ref
@@ -53,15 +54,22 @@ class Target(msgspec.Struct, kw_only=True):
     old_pidfd: int | None
     oracle: Oracle | None
     reason: str
+    device: str = CPU
 
 
 class Actions:
     """Performs actions for all slots; ``perform`` returns what was really done, or raises a BelayerError."""
 
     def __init__(
-        self, paths: Paths, router: Client, cgroups: Cgroups, step_deadline_s: float, fence_deadline_s: float
+        self,
+        paths: Paths,
+        router: Client,
+        cgroups: Cgroups,
+        gate: HealthGate,
+        step_deadline_s: float,
+        fence_deadline_s: float,
     ) -> None:
-        self._paths, self._router, self._cgroups = paths, router, cgroups
+        self._paths, self._router, self._cgroups, self._gate = paths, router, cgroups, gate
         self._step_s, self._fence_s = step_deadline_s, fence_deadline_s
         self.weights = OwnerLink(paths, "weights", step_deadline_s)
         self.kv = OwnerLink(paths, "kv", step_deadline_s)
@@ -135,8 +143,8 @@ class Actions:
         return f"weights pid {weights.pid} v{info.version} {info.digest[:12]}, kv pid {kv.pid}"
 
     async def _health(self, target: Target) -> str:
-        # A CPU has no error counters of its own to read; the oracle on the real arena is its check.
-        return "cpu: no device counters; proven by the oracle"
+        assert target.link is not None
+        return await self._gate.check(target.device, target.link, self._step_s)
 
     async def _lease(self, target: Target) -> str:
         assert target.link is not None

@@ -36,6 +36,7 @@ from belayer.rpc import Client, Server
 from belayer.story import Incidents
 from belayerd.actions import Actions
 from belayerd.alerts import Alert, Alerts
+from belayerd.gate import open_gate
 from belayerd.peers import RouterPeer, Zygote
 from belayerd.policy import spares_to_call
 from belayerd.slot import SlotShell
@@ -59,7 +60,10 @@ class Supervisor:
         self._incidents = Incidents(paths.incidents)
         policy = config.policy
         self._alerts = Alerts(policy.alert_command, self._log)
-        self._actions = Actions(paths, self._router, self._cgroups, policy.step_deadline_s, policy.fence_deadline_s)
+        gate = open_gate(slot.device for slot in config.slot)
+        self._actions = Actions(
+            paths, self._router, self._cgroups, gate, policy.step_deadline_s, policy.fence_deadline_s
+        )
         self._slots = {
             slot.name: SlotShell(
                 slot,

@@ -254,6 +254,7 @@ class SlotShell:
             old_pidfd=old.pidfd if old else None,
             oracle=self.pair.oracle,
             reason=self._reason(),
+            device=self.config.device,
         )
         watch = Stopwatch()
         try:

@@ -81,6 +81,13 @@ class FlushCache(Message, frozen=True, kw_only=True, tag=True):
     """Empty the prefix cache; the worker answers with an error when blocks are still held."""
 
 
+class ProbeDevice(Message, frozen=True, kw_only=True, tag=True):
+    """Run a small kernel in the warm context and check what it computed. ``full``: verify every digest of the weights
+    too."""
+
+    full: bool = False
+
+
 class Unpark(Message, frozen=True, kw_only=True, tag=True):
     """Remap graph memory. On the CPU there is none: Done says so."""
 
@@ -111,5 +118,5 @@ class Retire(Message, frozen=True, kw_only=True, tag=True):
 
 ZygoteRequest = Ping | SpawnWorker
 ZygoteReply = Pong | Spawned | ErrorReply
-Request = Ping | WorkerStatus | TakeArena | FlushCache | Unpark | CheckOracle | BecomeMain | Retire
+Request = Ping | WorkerStatus | TakeArena | FlushCache | ProbeDevice | Unpark | CheckOracle | BecomeMain | Retire
 Reply = Pong | WorkerStatusReply | Done | OracleReply | ErrorReply

@@ -195,6 +195,8 @@ class Engine:
                 return self._take_arena(epoch, owner)
             case m.FlushCache():
                 return Done(detail=self._flush_and_adopt(), ms=watch.ms())
+            case m.ProbeDevice():
+                raise Refused("this worker runs on the CPU: there is no device to probe")
             case m.Unpark():
                 return Done(ms=watch.ms(), detail="CPU: no graph memory was parked")
             case m.CheckOracle(expected=expected):
