@@ -34,11 +34,8 @@ def stores(draw: st.DrawFn) -> list[Entry]:
         ready = draw(st.integers(-1, max(0, count - 1)))
         for k in range(count):
             made, size, claimed = float(draw(st.integers(0, int(NOW)))), draw(st.integers(0, 50)), draw(st.booleans())
-            out.append(
-                entry(
-                    name, k, made_at=float(made), nbytes=size, ready=k == ready, live=live, claimed=draw(st.booleans())
-                )
-            )
+            more = {"made_at": made, "nbytes": size, "claimed": claimed}
+            out.append(entry(name, k, ready=k == ready, live=live, **more))
     forked = draw(st.sampled_from(["", "live", "ended"]))
     if out and forked:
         out.append(replace(out[0], sandbox_id="fork", ready=True, live=forked == "live", claimed=False))
