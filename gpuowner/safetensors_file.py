@@ -8,7 +8,7 @@ model.
 from __future__ import annotations
 
 import json
-import mmap
+import operator
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,25 +51,44 @@ def read_header(path: Path) -> dict[str, RawTensor]:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 2 <= length <= min(_MAX_HEADER, size - 8):
                 raise _broken(path, f"its header length says {length} and the file has {size} bytes")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=lambda rows: _no_twins(path, rows))
     except FileNotFoundError as why:
         raise _broken(path, "the file is missing") from why
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as why:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as why:
         raise _broken(path, f"its header cannot be read: {why}") from why
     if not isinstance(header, dict):
         raise _broken(path, "its header is no JSON object")
     header.pop("__metadata__", None)
     tensors = {name: _tensor(path, name, row, 8 + length, size) for name, row in header.items()}
-    end = max((tensor.end for tensor in tensors.values()), default=8 + length)
-    if end != size:
-        raise _broken(path, f"its tensors end at byte {end} and the file has {size}")
+    _tiles(path, tensors, 8 + length, size)
     return tensors
+
+
+def _no_twins(path: Path, rows: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON keeps the last of two equal keys; which of two tensors was meant is nobody's to guess."""
+    table = dict(rows)
+    if len(table) != len(rows):
+        names = [name for name, _ in rows]
+        raise _broken(path, f"its header names {next(name for name in names if names.count(name) > 1)} twice")
+    return table
+
+
+def _tiles(path: Path, tensors: dict[str, RawTensor], base: int, size: int) -> None:
+    """The format allows neither overlaps nor holes: bytes that belong to two tensors, or to none, mean a lie."""
+    at = base
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.end)):
+        if tensor.start != at:
+            kind = "overlaps the tensor before it" if tensor.start < at else "leaves a hole before it"
+            raise _broken(path, f"{tensor.name} begins at byte {tensor.start}, not at {at}: it {kind}")
+        at = tensor.end
+    if at != size:
+        raise _broken(path, f"its tensors end at byte {at} and the file has {size}")
 
 
 def _tensor(path: Path, name: str, row: Any, base: int, size: int) -> RawTensor:
     try:
-        dtype, shape = str(row["dtype"]), tuple(int(n) for n in row["shape"])
-        first, last = (int(n) for n in row["data_offsets"])
+        dtype, shape = str(row["dtype"]), tuple(operator.index(n) for n in row["shape"])
+        first, last = (operator.index(n) for n in row["data_offsets"])
     except (KeyError, TypeError, ValueError) as why:
         raise _broken(path, f"the header entry of {name} is malformed") from why
     if dtype not in ITEM_BYTES:
@@ -111,28 +130,13 @@ def _read_shards(folder: Path, index: Path) -> dict[str, RawTensor]:
             raise _broken(folder / shard, f"the index says that {name} is in it, and it is not")
         tensors[name] = shards[shard][name]
     for shard, held in shards.items():
+        twin = next((name for name in held if where.get(name, shard) != shard), "")
+        if twin:
+            raise _broken(folder / shard, f"it holds {twin}, which the index says is in {where[twin]}")
         stray = sorted(set(held) - set(tensors))
         if stray:
             raise _broken(folder / shard, f"it holds {stray[0]}, which the index does not list")
     return tensors
-
-
-class FileBytes:
-    """Read-only mappings of the files of a model, opened once each."""
-
-    def __init__(self) -> None:
-        self._maps: dict[Path, mmap.mmap] = {}
-
-    def of(self, tensor: RawTensor) -> memoryview:
-        if tensor.path not in self._maps:
-            with tensor.path.open("rb") as file:
-                self._maps[tensor.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return memoryview(self._maps[tensor.path])[tensor.start : tensor.end]
-
-    def close(self) -> None:
-        for mapped in self._maps.values():
-            mapped.close()
-        self._maps.clear()
 
 
 def _broken(path: Path, what: str) -> WeightsBroken:
