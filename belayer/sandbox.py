@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from belayer.errors import DaemonUnreachable, SandboxLost
+import msgspec
+
+from belayer import transfer
+from belayer.errors import DaemonUnreachable, Refused, SandboxLost
 from belayer.messages.common import Done, FaultProof
 from belayer.messages.sandbox import (
     CheckpointInfo,
@@ -23,6 +26,7 @@ from belayer.messages.sandbox import (
     CreateSandbox,
     DestroySandbox,
     ExecAction,
+    FilesWritten,
     Forked,
     ForkSandbox,
     FullCheckpoint,
@@ -31,13 +35,18 @@ from belayer.messages.sandbox import (
     ListCheckpoints,
     ListSandboxes,
     Observation,
+    PathContent,
+    ReadPath,
     RestoreInfo,
     SandboxInfo,
     SandboxList,
+    WriteFiles,
 )
 from belayer.paths import Paths
 from belayer.rpc import SyncClient
 from belayer.trajectory import context_digest
+
+R = TypeVar("R", bound=msgspec.Struct)
 
 _SLACK_S = 30.0  # what an answer may take beyond the action's own limit
 _LONG_S = 300.0
@@ -79,22 +88,77 @@ class Sandbox:
             raise DaemonUnreachable(f"sandbox {sandbox_id} vanished while it was being looked up")
         return cls(client, found, sock)
 
-    def exec(self, command: str, *, context: Sequence[Any] = (), timeout_s: float = 0.0) -> Observation:
-        """Run one action in the sandbox's shell. ``context``: the messages that led to it (L_k). Raises SandboxLost
-        when its fate is unknown: then nothing was observed and nothing may be replayed."""
+    def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        context: Sequence[Any] = (),
+        session: str = "",
+        env: dict[str, str] | None = None,
+        cwd: str = "",
+        user: str = "",
+        stdin: bytes | None = None,
+        timeout_s: float = 0.0,
+        max_output: int = 0,
+    ) -> Observation:
+        """Run one action: a string in the long-lived shell of ``session``, a sequence as a program of its own, without
+        any shell. ``context``: the messages that led to it (L_k); the rest is said at ``ExecAction``. Raises
+        SandboxLost when its fate is unknown: then nothing was observed and nothing may be replayed; Refused when it
+        was not begun."""
+        script = isinstance(command, str)
         ask = ExecAction(
             sandbox_id=self.sandbox_id,
             incarnation=self.incarnation,
             boundary=self.boundary,
-            command=command,
+            command=str(command) if script else "",
+            argv=() if script else tuple(command),
+            session=session,
+            env=env or {},
+            cwd=cwd,
+            user=user,
+            stdin=stdin,
             timeout_s=timeout_s,
+            max_output=max_output,
             context_digest=context_digest(context),
         )
+        seen = self._act(ask, Observation, timeout_s or _LONG_S)
+        self.boundary = seen.boundary
+        return seen
+
+    def upload(self, source: Path | str, target: str, *, user: str = "", context: Sequence[Any] = ()) -> int:
+        """Copy a file, or what is below a folder, to the absolute path ``target`` in the sandbox; the number of files.
+        Regular files with their permission bits; anything else is refused before a byte is sent. It changes E_k:
+        every message of at most ``transfer.PART`` bytes is one action, and ``boundary`` grows with it."""
+        count = 0
+        for files in transfer.parts(Path(source), target, user):
+            ask = WriteFiles(
+                sandbox_id=self.sandbox_id,
+                incarnation=self.incarnation,
+                boundary=self.boundary,
+                files=tuple(files),
+                context_digest=context_digest(context),
+            )
+            done = self._act(ask, FilesWritten, _LONG_S)
+            self.boundary = done.boundary
+            count += sum(not file.append for file in files[: done.written])
+            if done.failed:
+                raise Refused(f"upload to {target}: {done.failed}", kept=f"{count} files are there")
+        return count
+
+    def download(self, source: str, target: Path | str) -> int:
+        """Copy a file, or what is below a folder, of the sandbox to ``target``, which must not exist; the number of
+        files. Symlinks are followed inside the sandbox only; names that would leave ``target`` are refused."""
+
+        def read(path: str, offset: int) -> PathContent:
+            ask = ReadPath(sandbox_id=self.sandbox_id, incarnation=self.incarnation, path=path, offset=offset)
+            return self._client.call(ask, PathContent, _LONG_S)
+
+        return transfer.fetch(read, source, Path(target))
+
+    def _act(self, ask: ExecAction | WriteFiles, kind: type[R], limit_s: float) -> R:
         instance = self._instance()
         try:
-            seen = self._client.call(
-                ask, Observation, (timeout_s or _LONG_S) + _SLACK_S, lambda: self._instance() in (instance, None)
-            )
+            return self._client.call(ask, kind, limit_s + _SLACK_S, lambda: self._instance() in (instance, None))
         except DaemonUnreachable as why:
             if self._instance() in (instance, None):
                 raise
@@ -102,8 +166,6 @@ class Sandbox:
                 f"envkeeper was replaced while action {self.boundary + 1} ran: its observation was given to nobody",
                 remedy="restore, and generate again from that boundary",
             ) from why
-        self.boundary = seen.boundary
-        return seen
 
     def checkpoint(self, context: Sequence[Any] = ()) -> CheckpointInfo:
         """Make this boundary, with ``context`` as its L_k, the READY prefix."""
@@ -148,9 +210,34 @@ class Sandbox:
         ask = ForkSandbox(
             sandbox_id=self.sandbox_id, checkpoint_id=checkpoint_id, count=count, names=tuple(names), note=note
         )
-        made = self._client.call(ask, Forked, _LONG_S)
-        listed = {row.sandbox_id: row for row in self._client.call(ListSandboxes(), SandboxList).sandboxes}
-        return [type(self)(SyncClient(self._sock), listed[fork.sandbox_id], self._sock) for fork in made.forks]
+        return self._forked(self._client, self._sock, ask)
+
+    @classmethod
+    def fork_of(
+        cls,
+        sandbox_id: str,
+        count: int = 1,
+        *,
+        names: Sequence[str] = (),
+        checkpoint_id: str = "",
+        note: str = "",
+        paths: Paths | None = None,
+    ) -> list[Self]:
+        """``fork`` of a sandbox that may have ended, if its checkpoints were kept. Raises SandboxUnknown."""
+        client, sock = _connect(paths)
+        ask = ForkSandbox(
+            sandbox_id=sandbox_id, checkpoint_id=checkpoint_id, count=count, names=tuple(names), note=note
+        )
+        try:
+            return cls._forked(client, sock, ask)
+        finally:
+            client.close()
+
+    @classmethod
+    def _forked(cls, client: SyncClient, sock: Path, ask: ForkSandbox) -> list[Self]:
+        made = client.call(ask, Forked, _LONG_S)
+        listed = {row.sandbox_id: row for row in client.call(ListSandboxes(), SandboxList).sandboxes}
+        return [cls(SyncClient(sock), listed[fork.sandbox_id], sock) for fork in made.forks]
 
     def checkpoints(self) -> CheckpointList:
         return self._client.call(ListCheckpoints(sandbox_id=self.sandbox_id), CheckpointList)

@@ -6,20 +6,33 @@ LOST, and is never run again (promise E5).
 
 from __future__ import annotations
 
+import asyncio
 import os
+import stat
 from typing import NoReturn
 
 import msgspec
 
 from belayer.clock import Stopwatch
 from belayer.errors import Refused, SandboxLost
-from belayer.messages.sandbox import ExecAction, InjectSandboxFault, Observation
+from belayer.messages.sandbox import (
+    ExecAction,
+    FilesWritten,
+    InjectSandboxFault,
+    Observation,
+    PathContent,
+    ReadPath,
+    WriteFiles,
+)
 from envkeeper import restore
-from envkeeper.agentlink import MAX_COMMAND, ActionResult, AgentError
+from envkeeper.actions import MAX_OUTPUT, check_file, observe, plan
+from envkeeper.agentlink import Action, ActionResult, AgentError, AgentLink
 from envkeeper.core import Event, State
 from envkeeper.failpoints import Point, reach
 from envkeeper.keeper import Box, Keeper, alive
-from envkeeper.records import SandboxRecord
+from envkeeper.usage import Meter, disk_bytes
+
+_DISK_GLANCE_S = 1.0  # how often the upper layer of a sandbox with a disk limit is measured while it acts
 
 
 class Acting:
@@ -29,30 +42,98 @@ class Acting:
         self._keeper = keeper
 
     async def exec(self, ask: ExecAction) -> Observation:
-        """A committed observation, or SandboxLost: never an error text that looks like one (promise E5)."""
-        box = self._keeper.box(ask.sandbox_id)
-        command = ask.command.encode("utf-8", errors="surrogateescape")
-        if len(command) > MAX_COMMAND or "\0" in ask.command:
-            raise Refused(f"a command of {len(command)} bytes, or one with a NUL, cannot be an action")
+        """A committed observation, or SandboxLost: never an error text that looks like one (promise E5). Refused when
+        the agent did not begin it; then the boundary stays."""
+        keeper, box = self._keeper, self._keeper.box(ask.sandbox_id)
+        config, recipe = keeper.config, box.record.recipe
+        plan(ask, 0, recipe.user, config.action_timeout_s, config.max_output_bytes)  # refused before it waits
         async with box.gate:
-            self._keeper.current(box, ask.incarnation, ask.boundary)
-            self._keeper.go(box, Event.ACT)
+            keeper.current(box, ask.incarnation, ask.boundary)
+            keeper.go(box, Event.ACT)
             link, number = alive(box), box.record.boundary + 1
-            config = self._keeper.config
-            timeout = ask.timeout_s or config.action_timeout_s
-            watch = Stopwatch()
+            action = plan(ask, number, recipe.user, config.action_timeout_s, config.max_output_bytes)
+            watch, meter = Stopwatch(), Meter(box.record.pid)
             try:
-                result = await self._keeper.thread(link.run, number, command, timeout, config.max_output_bytes)
-            except (SandboxLost, AgentError, OSError) as why:
+                result, limit = await self._run(box, link, action)
+            except AgentError as why:
+                keeper.go(box, Event.DECLINED)
+                raise Refused(f"{ask.sandbox_id}: {why.message}", kept=f"boundary {number - 1}") from why
+            except (SandboxLost, OSError) as why:
                 await self._lose(box, number, str(why))
-            reach(Point.ACTION_ENDED)
-            if box.record.state is not State.ACTING:
-                await self._lose(box, number, "it died in the moment of its answer")
-            box.record = msgspec.structs.replace(box.record, boundary=number, context_digest=ask.context_digest)
-            self._keeper.go(box, Event.COMMITTED)
-            self._keeper.save(box, durable=False)
-            reach(Point.ACTION_RECORDED)
-            return _observation(box.record, result, watch.ms())
+            finally:
+                cpu_s, peak = meter.close()
+            await self._commit(box, number, ask.context_digest, unkilled=result.unkilled)
+            return observe(box.record, result, watch.ms(), limit=limit, cpu_s=cpu_s, peak=peak)
+
+    async def write_files(self, ask: WriteFiles) -> FilesWritten:
+        """One boundary further. A file that cannot be written ends it; those before it stay, and that is said."""
+        keeper, box = self._keeper, self._keeper.box(ask.sandbox_id)
+        for file in ask.files:
+            check_file(file)
+        async with box.gate:
+            keeper.current(box, ask.incarnation, ask.boundary)
+            keeper.go(box, Event.ACT)
+            link, number = alive(box), box.record.boundary + 1
+            written, failed = 0, ""
+            try:
+                for file in ask.files:
+                    user = file.user or box.record.recipe.user
+                    await keeper.thread(link.write_file, number, file.path, file.data, file.mode, user, file.append)
+                    written += 1
+            except AgentError as why:
+                failed = why.message
+            except (SandboxLost, OSError) as why:
+                await self._lose(box, number, str(why))
+            if not written:  # nothing has changed, and the agent still counts the boundary before
+                keeper.go(box, Event.DECLINED)
+                raise Refused(f"{ask.sandbox_id}: {failed or 'no files'}", kept=f"boundary {number - 1}")
+            await self._commit(box, number, ask.context_digest)
+            return FilesWritten(boundary=number, written=written, failed=failed)
+
+    async def read_path(self, ask: ReadPath) -> PathContent:
+        keeper, box = self._keeper, self._keeper.box(ask.sandbox_id)
+        async with box.gate:  # a connection of ours must not be open in a dump
+            keeper.current(box, ask.incarnation, box.record.boundary)
+            try:
+                found = await keeper.thread(alive(box).read_path, ask.path, ask.offset, min(ask.most, MAX_OUTPUT))
+            except AgentError as why:
+                raise Refused(f"{ask.sandbox_id}: {why.message}") from why
+        if not stat.S_ISDIR(found.mode):
+            return PathContent(size=found.size, mode=found.mode, data=found.data)
+        names = sorted(name.decode("utf-8", errors="replace") for name in found.data.split(b"\0") if name)
+        return PathContent(size=found.size, mode=found.mode, names=tuple(names))
+
+    async def _run(self, box: Box, link: AgentLink, action: Action) -> tuple[ActionResult, str]:
+        """The result, and the name of the limit that ended it ("" for none)."""
+        keeper, most = self._keeper, box.record.recipe.disk_mb << 20
+        if not most or box.life is None:
+            return await keeper.thread(link.run, action), ""
+        upper, limit = box.life.upper, ""
+        before = await keeper.thread(disk_bytes, upper)
+        running = asyncio.ensure_future(keeper.thread(link.run, action))
+        pause = _DISK_GLANCE_S
+        while not (await asyncio.wait({running}, timeout=pause))[0]:
+            watch = Stopwatch()
+            now = await keeper.thread(disk_bytes, upper)
+            pause = max(_DISK_GLANCE_S, 20 * watch.ms() / 1000)  # a look costs at most a twentieth of the time
+            # One that is over the limit already may still run, to delete; it may not grow.
+            if now > most and now > before and not limit:
+                limit = f"disk: {now >> 20} MiB of {most >> 20}"
+                await keeper.thread(link.stop, action.number)
+        return await running, limit
+
+    async def _commit(self, box: Box, number: int, digest: str, *, unkilled: bool = False) -> None:
+        """On record before it is told (promise E5)."""
+        keeper = self._keeper
+        reach(Point.ACTION_ENDED)
+        if box.record.state is not State.ACTING:
+            await self._lose(box, number, "it died in the moment of its answer")
+        if unkilled:
+            await self._lose(box, number, "what it started cannot be killed")
+        box.record = msgspec.structs.replace(box.record, boundary=number, context_digest=digest)
+        keeper.go(box, Event.COMMITTED)
+        keeper.save(box, durable=False)
+        reach(Point.ACTION_RECORDED)
 
     async def inject(self, ask: InjectSandboxFault) -> tuple[int, str, float]:
         """SIGKILL to PID 1 of the sandbox; returns (pid, what was seen, milliseconds). Refused unless it lives."""
@@ -85,17 +166,3 @@ class Acting:
             else "no checkpoint",
             remedy="restore, and generate again from that boundary" if box.ready else "start a new sandbox",
         )
-
-
-def _observation(record: SandboxRecord, result: ActionResult, ms: float) -> Observation:
-    return Observation(
-        sandbox_id=record.sandbox_id,
-        incarnation=record.incarnation,
-        boundary=record.boundary,
-        stdout=result.stdout.decode("utf-8", errors="replace"),
-        stderr=result.stderr.decode("utf-8", errors="replace"),
-        exit_code=result.code,
-        ms=round(ms, 3),
-        timed_out=result.timed_out,
-        truncated=result.truncated,
-    )

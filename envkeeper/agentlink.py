@@ -21,14 +21,16 @@ from belayer.clock import monotonic
 from belayer.errors import BelayerError, SandboxLost
 
 SOCKET_IN_SANDBOX = "run/belayer-agent.sock"
-PROTOCOL = 1
-MAX_COMMAND = 4 << 20  # bytes; the agent itself refuses requests above 8 MiB
+PROTOCOL = 2
+MAX_REQUEST = 8 << 20  # bytes of command, environment and input together; the agent itself refuses above 12 MiB
 
-TIMED_OUT, SHELL_ENDED, OUT_CUT, ERR_CUT = 1, 2, 4, 8
+_KILL_S = 20.0  # more than the agent takes to kill what an action started
+
+TIMED_OUT, SHELL_ENDED, OUT_CUT, ERR_CUT, STOPPED, UNKILLED = 1, 2, 4, 8, 16, 32
 
 
 class AgentError(BelayerError):
-    """The agent lives and declined: its own words are in the message."""
+    """The agent lives and declined before anything was begun: its own words are in the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +44,76 @@ class AgentStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Action:
+    """``command``: a script for the shell of ``session``, or the arguments of a program that is run directly.
+    ``user``: name or uid, each with ":group" if wanted. ``stdin`` of None is /dev/null. ``cap``: bytes kept of each
+    stream, half of them from its beginning and half from its end."""
+
+    number: int
+    command: bytes | tuple[bytes, ...]
+    timeout_s: float
+    cap: int
+    session: str = ""
+    env: tuple[tuple[str, str], ...] = ()
+    cwd: str = ""
+    user: str = ""
+    stdin: bytes | None = None
+
+    def encode(self) -> bytes:
+        direct = not isinstance(self.command, bytes)
+        command = self.command if isinstance(self.command, bytes) else b"".join(arg + b"\0" for arg in self.command)
+        env = b"".join(_raw(f"{key}={value}") + b"\0" for key, value in self.env)
+        head = (self.number, int(self.timeout_s * 1000), self.cap, direct, self.stdin is not None)
+        parts = (_raw(self.session), command, env, _raw(self.cwd), _raw(self.user), self.stdin or b"")
+        return struct.pack("<QIIII", *head) + b"".join(map(_bytes, parts))
+
+
+@dataclass(frozen=True, slots=True)
 class ActionResult:
-    """``code``: the shell's ``$?``, 124 after a timeout, 128+signal when the shell itself was killed.
-    ``*_bytes`` count what was written, also beyond the cap."""
+    """``code``: exit status or ``$?``, 124 when it was ended by the clock or by request, 128+signal when its process
+    was killed by ``signal``. ``*_bytes`` count what was written, also what was not kept. ``max_rss_kb``: 0 when it
+    ran in a session, whose children are the shell's own to wait for."""
 
     code: int
+    signal: int
     stdout: bytes
     stderr: bytes
     stdout_bytes: int
     stderr_bytes: int
     ms: int
-    timed_out: bool
-    shell_ended: bool
-    truncated: bool
+    user_us: int
+    system_us: int
+    max_rss_kb: int
+    flags: int
+
+    @property
+    def timed_out(self) -> bool:
+        return bool(self.flags & TIMED_OUT)
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.flags & STOPPED)
+
+    @property
+    def shell_ended(self) -> bool:
+        return bool(self.flags & SHELL_ENDED)
+
+    @property
+    def unkilled(self) -> bool:
+        return bool(self.flags & UNKILLED)
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self.flags & (OUT_CUT | ERR_CUT))
+
+
+@dataclass(frozen=True, slots=True)
+class PathRead:
+    """Of a file: ``data`` from the offset asked for, ``size`` as a whole. Of a folder: names that end in NUL."""
+
+    data: bytes
+    size: int
+    mode: int
 
 
 class AgentLink:
@@ -95,26 +154,51 @@ class AgentLink:
             if _readable(self._pidfd, 2):
                 raise SandboxLost("the agent ended before it listened", remedy="see the container's log")
 
-    def run(self, action: int, command: bytes, timeout_s: float, cap: int, session: int = 0) -> ActionResult:
-        """Run one action to its end. Raises SandboxLost when the sandbox dies meanwhile: then what the action
-        did is unknown. The agent enforces ``timeout_s``; our own deadline beyond it only finds a hung agent."""
-        body = struct.pack("<IQII", session, action, int(timeout_s * 1000), cap) + command
-        out, err = bytearray(), bytearray()
-        end = monotonic() + timeout_s + 15.0 if timeout_s else None
+    def run(self, action: Action) -> ActionResult:
+        """Run one action to its end. Raises SandboxLost when the sandbox dies meanwhile: then what the action did is
+        unknown; AgentError when nothing was begun. The agent enforces the timeout; our own deadline beyond it only
+        finds a hung agent."""
+        streams = {kind: bytearray() for kind in (b"o", b"e", b"O", b"E")}
+        end = monotonic() + action.timeout_s + _KILL_S if action.timeout_s else None
         with self._connect() as sock:
-            self._send(sock, b"X", body)
+            self._send(sock, b"X", action.encode())
             reader = _Frames(sock, self._pidfd)
             while True:
                 kind, data = reader.next(end)
-                if kind == b"o":
-                    out += data
-                elif kind == b"e":
-                    err += data
+                if kind in streams:
+                    streams[kind] += data
                 elif kind == b"r":
                     reader.to_end(end)
-                    return _result(data, bytes(out), bytes(err))
+                    return _result(data, streams)
                 else:
-                    raise AgentError(f"the agent refused action {action}: {data.decode(errors='replace')}")
+                    reader.to_end(end)
+                    raise AgentError(data.decode(errors="replace"))
+
+    def stop(self, number: int, timeout_s: float = 5.0) -> None:
+        """End action ``number`` now, with all that it started; its own call gets the result."""
+        self._ask(b"K", struct.pack("<Q", number), b"k", timeout_s)
+
+    def write_file(
+        self, number: int, path: str, data: bytes, mode: int, user: str, append: bool, timeout_s: float = 60.0
+    ) -> None:
+        """Below the sandbox's own root, whatever symlinks say. A new file appears whole."""
+        body = struct.pack("<QII", number, int(append), mode) + b"".join(map(_bytes, (_raw(user), _raw(path), data)))
+        self._ask(b"W", body, b"k", timeout_s)
+
+    def read_path(self, path: str, offset: int, most: int, timeout_s: float = 60.0) -> PathRead:
+        data, end = bytearray(), monotonic() + timeout_s
+        with self._connect() as sock:
+            self._send(sock, b"R", struct.pack("<QI", offset, most) + _bytes(_raw(path)))
+            reader = _Frames(sock, self._pidfd)
+            while True:
+                kind, part = reader.next(end)
+                if kind == b"d":
+                    data += part
+                    continue
+                reader.to_end(end)
+                if kind == b"z":
+                    return PathRead(bytes(data), *struct.unpack("<QI", part))
+                raise AgentError(part.decode(errors="replace"))
 
     def _ask(self, kind: bytes, body: bytes, expect: bytes, timeout_s: float) -> bytes:
         end = monotonic() + timeout_s
@@ -124,7 +208,7 @@ class AgentLink:
             got, data = reader.next(end)
             reader.to_end(end)
         if got != expect:
-            raise AgentError(f"the agent answered {got!r} to {kind!r}: {data.decode(errors='replace')}")
+            raise AgentError(data.decode(errors="replace") or f"the agent answered {got!r} to {kind!r}")
         return data
 
     @contextlib.contextmanager
@@ -150,19 +234,25 @@ class AgentLink:
             raise SandboxLost("the sandbox died while it was being asked") from why
 
 
-def _result(data: bytes, out: bytes, err: bytes) -> ActionResult:
-    code, flags, out_bytes, err_bytes, ms = struct.unpack("<iIQQI", data)
-    return ActionResult(
-        code=code,
-        stdout=out,
-        stderr=err,
-        stdout_bytes=out_bytes,
-        stderr_bytes=err_bytes,
-        ms=ms,
-        timed_out=bool(flags & TIMED_OUT),
-        shell_ended=bool(flags & SHELL_ENDED),
-        truncated=bool(flags & (OUT_CUT | ERR_CUT)),
-    )
+def _raw(text: str) -> bytes:
+    return text.encode("utf-8", errors="surrogateescape")
+
+
+def _bytes(data: bytes) -> bytes:
+    return b"".join((struct.pack("<I", len(data)), data, b"\0"))
+
+
+def _result(data: bytes, streams: dict[bytes, bytearray]) -> ActionResult:
+    code, signal, flags, ms, out_bytes, err_bytes, user, system, rss = struct.unpack("<iIIIQQQQQ", data)
+    out = _joined(streams[b"o"], streams[b"O"], out_bytes)
+    err = _joined(streams[b"e"], streams[b"E"], err_bytes)
+    return ActionResult(code, signal, out, err, out_bytes, err_bytes, ms, user, system, rss, flags)
+
+
+def _joined(head: bytearray, tail: bytearray, total: int) -> bytes:
+    """What was left out is said in its place: a cut must never read like the program's own words."""
+    missing = total - len(head) - len(tail)
+    return b"".join((head, b"\n[belayer: %d bytes left out]\n" % missing if missing else b"", tail))
 
 
 class _Frames:

@@ -26,6 +26,7 @@ class Event(StrEnum):
     CREATED = "created"
     CREATE_FAILED = "create_failed"
     ACT = "act"
+    DECLINED = "declined"  # the agent took the action for impossible: nothing was begun
     COMMITTED = "committed"
     FATE_UNKNOWN = "fate_unknown"  # the action's end was not seen
     CAPTURE = "capture"
@@ -110,7 +111,7 @@ def _stray(why: str, *events: Event) -> dict[Event, Decision]:
 
 
 _MAKING = (_E.CREATED, _E.CREATE_FAILED)
-_ACTION_END = (_E.COMMITTED, _E.FATE_UNKNOWN)
+_ACTION_END = (_E.DECLINED, _E.COMMITTED, _E.FATE_UNKNOWN)
 _CAPTURE_END = (_E.CAPTURED, _E.CAPTURE_FAILED)
 _RESTORE_END = (_E.PROVED, _E.RESTORE_FAILED)
 
@@ -133,8 +134,9 @@ TABLE: dict[State, dict[Event, Decision]] = {
         destroy=_DESTROY,
         fate_unknown=_LOSE,
     )
-    | _stray("an end whose beginning is over", *_MAKING, _E.COMMITTED, *_CAPTURE_END, *_RESTORE_END),
+    | _stray("an end whose beginning is over", *_MAKING, _E.DECLINED, _E.COMMITTED, *_CAPTURE_END, *_RESTORE_END),
     _S.ACTING: _row(
+        declined=Go(_S.RUNNING),
         committed=_COMMIT,
         fate_unknown=_LOSE,
         died=_LOSE,

@@ -14,7 +14,7 @@ from belayer.config import Envkeeper
 from belayer.errors import BelayerError, HostUnfit
 from belayer.paths import Paths
 from envkeeper import freezer, host, restore, upper
-from envkeeper.agentlink import AgentLink, open_pidfd
+from envkeeper.agentlink import Action, AgentLink, open_pidfd
 from envkeeper.checkpoint import Checkpointer, Subject
 from envkeeper.recipe import Recipe
 from envkeeper.store import Store
@@ -63,7 +63,7 @@ def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
         link = AgentLink(life.pid, pidfd)
         link.wait_ready()
         started = watch.lap()
-        link.run(1, _LOAD, 10.0, 4096)
+        link.run(Action(1, _LOAD, 10.0, 4096))
         store = Store(paths.checkpoints, name)
         checkpointer = Checkpointer(found.criu, found.versions, config.checkpoint_timeout_s)
         manifest, _, _ = checkpointer.run(Subject(name, "doctor.1", 1, "", life, recipe), link, store)
@@ -75,7 +75,7 @@ def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
     back = restorer.run(restore.Order(manifest, store, name, "doctor.2"), config.restore_timeout_s, lambda _: None)
     took = watch.lap()
     try:
-        seen = back.link.run(2, _ASK, 10.0, 4096).stdout
+        seen = back.link.run(Action(2, _ASK, 10.0, 4096)).stdout
     finally:
         os.close(back.pidfd)
     if seen != b"41 /var\n":

@@ -16,3 +16,5 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     cpus: float
     pids: int
     env: dict[str, str]
+    user: str = ""  # of its actions where they name none; PID 1 itself is root
+    disk_mb: int = 0  # what the upper layer may hold; 0: no limit

@@ -45,6 +45,10 @@ class Service:
                 return info(await keeper.create(ask))
             case m.ExecAction():
                 return await self._acting.exec(ask)
+            case m.WriteFiles():
+                return await self._acting.write_files(ask)
+            case m.ReadPath():
+                return await self._acting.read_path(ask)
             case m.FullCheckpoint():
                 box, total, phases = await self._prefixes.checkpoint(ask)
                 assert box.ready is not None

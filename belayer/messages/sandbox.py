@@ -34,18 +34,48 @@ class SandboxInfo(Message, frozen=True, kw_only=True, tag=True):
 
 class ExecAction(Message, frozen=True, kw_only=True, tag=True):
     """One action at boundary ``boundary``; refused when the sandbox is at another one (promise E3).
-    ``context_digest`` is that of L_k, the context that led to this action."""
+
+    Either ``command``, a script for the long-lived shell of ``session`` ("" is a session like any other), or ``argv``,
+    a program that is run directly, also in an image without a shell. In a session ``env`` is exported and ``cwd``
+    entered before the script and both stay; for ``argv`` they hold for that one program. ``user``: name or uid of the
+    image, each with ":group" if wanted, "" for the sandbox's own; a session keeps the user that it began with.
+    ``stdin`` of None is /dev/null. ``max_output``: bytes kept of each stream, 0 for the configured number; half of
+    them from its beginning and half from its end. ``context_digest`` is that of L_k, the context that led to this."""
 
     sandbox_id: str
     incarnation: str
     boundary: int
-    command: str
+    command: str = ""
+    argv: tuple[str, ...] = ()
+    session: str = ""
+    env: dict[str, str] = {}
+    cwd: str = ""
+    user: str = ""
+    stdin: bytes | None = None
     timeout_s: float = 0.0
+    max_output: int = 0
     context_digest: str = ""
 
 
+class Usage(Message, frozen=True, kw_only=True, tag=True):
+    """What one action used. ``user_s``, ``system_s``: CPU seconds of its own processes that have ended. ``max_rss_kb``
+    (``argv`` only, else 0): largest resident set of its program. ``sandbox_cpu_s``, ``sandbox_peak_bytes``: of the
+    whole sandbox meanwhile, services and page cache included; 0 where the kernel does not tell."""
+
+    user_s: float = 0.0
+    system_s: float = 0.0
+    max_rss_kb: int = 0
+    sandbox_cpu_s: float = 0.0
+    sandbox_peak_bytes: int = 0
+
+
 class Observation(Message, frozen=True, kw_only=True, tag=True):
-    """A committed observation. ``boundary`` is the new k. ``stdout``/``stderr`` are UTF-8 with replacement."""
+    """A committed observation. ``boundary`` is the new k. ``stdout``/``stderr`` are UTF-8 with replacement; what was
+    left out of the middle is said in its place, and ``*_bytes`` count all that was written.
+
+    ``exit_code`` is 124 when the action was ended (``timed_out``, or ``limit``: the name of the limit it broke), and
+    128+``signal`` when its program was killed. ``session_ended``: the shell is gone (it exited, or was killed with
+    its action); the next action of that session begins a fresh one, after a kill in the same directory."""
 
     sandbox_id: str
     incarnation: str
@@ -56,6 +86,61 @@ class Observation(Message, frozen=True, kw_only=True, tag=True):
     ms: float
     timed_out: bool = False
     truncated: bool = False
+    signal: int = 0
+    stdout_bytes: int = 0
+    stderr_bytes: int = 0
+    session_ended: bool = False
+    limit: str = ""
+    usage: Usage = Usage()
+
+
+class FileIn(Message, frozen=True, kw_only=True, tag=True):
+    """One file for the sandbox. ``path`` is absolute there; missing folders are made. ``append`` adds to a file that
+    exists; otherwise it appears whole, in place of what had that name. ``user`` owns it, "" for the sandbox's own."""
+
+    path: str
+    data: bytes
+    mode: int = 0o644
+    user: str = ""
+    append: bool = False
+
+
+class WriteFiles(Message, frozen=True, kw_only=True, tag=True):
+    """Puts ``files`` into the sandbox, in order. It changes E_k and therefore counts as one action: k grows by one."""
+
+    sandbox_id: str
+    incarnation: str
+    boundary: int
+    files: tuple[FileIn, ...]
+    context_digest: str = ""
+
+
+class FilesWritten(Message, frozen=True, kw_only=True, tag=True):
+    """``written``: how many of them; fewer than were sent when one ``failed``, for the reason given."""
+
+    boundary: int
+    written: int
+    failed: str = ""
+
+
+class ReadPath(Message, frozen=True, kw_only=True, tag=True):
+    """Read a file or list a folder; nothing changes and k stays. ``most``: bytes, at most 4 MiB at once."""
+
+    sandbox_id: str
+    incarnation: str
+    path: str
+    offset: int = 0
+    most: int = 4 << 20
+
+
+class PathContent(Message, frozen=True, kw_only=True, tag=True):
+    """``size`` and ``mode`` (st_mode) of what is there; ``data`` of a file from the offset, or ``names`` of a folder
+    (bytes that are no UTF-8 as surrogate escapes are not sent: they are replaced)."""
+
+    size: int
+    mode: int
+    data: bytes = b""
+    names: tuple[str, ...] = ()
 
 
 class FullCheckpoint(Message, frozen=True, kw_only=True, tag=True):
@@ -199,6 +284,8 @@ Request = (
     Ping
     | CreateSandbox
     | ExecAction
+    | WriteFiles
+    | ReadPath
     | FullCheckpoint
     | FullRestore
     | ForkSandbox
@@ -212,6 +299,8 @@ Reply = (
     Pong
     | SandboxInfo
     | Observation
+    | FilesWritten
+    | PathContent
     | CheckpointInfo
     | RestoreInfo
     | Forked

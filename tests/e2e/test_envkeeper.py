@@ -87,20 +87,25 @@ def test_actions_share_one_shell_with_streams_apart(box: Sandbox) -> None:
 
 
 def test_a_timeout_kills_what_the_action_started_and_nothing_older(box: Sandbox) -> None:
-    box.exec("X=1; sleep 1000 & echo $! > /service")
-    seen = box.exec("sleep 1000; echo never", timeout_s=0.3)
+    box.exec("cd /var; X=1; sleep 1000 & echo $! > /service")
+    seen = box.exec("sleep 1000; touch /never; sleep 1000", timeout_s=0.3)
     assert seen.timed_out
     assert seen.exit_code == 124
-    assert "never" not in box.exec("true").stdout
-    after = box.exec('kill -0 "$(cat /service)" && echo alive; echo "$X"; pgrep -c sleep')
-    assert after.stdout == "alive\n1\n1\n"
+    # The rest of its script never began; the shell went with it, the next one starts in the same directory.
+    assert seen.session_ended
+    after = box.exec('kill -0 "$(cat /service)" && echo alive; pwd; pgrep -c sleep; ls /never; echo "[$X]"')
+    assert after.stdout == "alive\n/var\n1\n[]\n"
 
 
 def test_output_beyond_the_cap_is_cut_and_said(host: EnvHost, box: Sandbox) -> None:
-    seen = box.exec("head -c 3000000 /dev/zero | tr '\\0' x; echo end >&2")
-    assert seen.truncated
-    assert len(seen.stdout) == 1 << 20
-    assert seen.stderr == "end\n"
+    seen = box.exec("echo first; head -c 3000000 /dev/zero | tr '\\0' x; echo last; echo end >&2")
+    assert (seen.truncated, seen.stdout_bytes) == (True, 3_000_011)
+    assert seen.stdout.startswith("first\nxxx")
+    assert seen.stdout.endswith("xxx" + "last\n")
+    said = f"\n[belayer: {3_000_011 - (1 << 20)} bytes left out]\n"
+    assert said in seen.stdout
+    assert len(seen.stdout) == (1 << 20) + len(said)
+    assert (seen.stderr, seen.stderr_bytes) == ("end\n", 4)
 
 
 def test_three_generations_come_back_whole(host: EnvHost, box: Sandbox) -> None:

@@ -1,0 +1,68 @@
+"""Files to and from a sandbox, in messages of bounded size."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from belayer.errors import Refused
+from belayer.messages.sandbox import FileIn, PathContent
+
+PART = 4 << 20  # bytes of file content in one message
+
+
+def parts(source: Path, target: str, user: str) -> Iterator[list[FileIn]]:
+    """Messages worth of files. Raises Refused for what is neither a regular file nor a folder, before the first one."""
+    found = list(_walk(source, target))
+    batch, size = list[FileIn](), 0
+    for path, name in found:
+        with path.open("rb") as file:
+            mode, first = stat.S_IMODE(os.fstat(file.fileno()).st_mode), True
+            while True:
+                data = file.read(PART - size)
+                if data or first:
+                    batch.append(FileIn(path=name, data=data, mode=mode, user=user, append=not first))
+                    size, first = size + len(data), False
+                if size >= PART or len(batch) >= 1000:
+                    yield batch
+                    batch, size = [], 0
+                if not data:
+                    break
+    if batch:
+        yield batch
+
+
+def _walk(source: Path, target: str) -> Iterator[tuple[Path, str]]:
+    kind = source.lstat().st_mode
+    if stat.S_ISDIR(kind):
+        for name in sorted(os.listdir(source)):
+            yield from _walk(source / name, f"{target.rstrip('/')}/{name}")
+    elif stat.S_ISREG(kind):
+        yield source, target
+    else:
+        raise Refused(f"{source} is neither a file nor a folder", remedy="upload an archive and unpack it there")
+
+
+def fetch(read: Callable[[str, int], PathContent], source: str, target: Path) -> int:
+    """The number of files. What the sandbox calls its files is never trusted with a place outside of ``target``."""
+    seen = read(source, 0)
+    if stat.S_ISDIR(seen.mode):
+        target.mkdir()
+        count = 0
+        for name in seen.names:
+            if name in (".", "..") or "/" in name or "\0" in name:
+                raise Refused(f"{source} lists {name!r}, which is no name")
+            count += fetch(read, f"{source.rstrip('/')}/{name}", target / name)
+        return count
+    with target.open("xb") as file:
+        os.fchmod(file.fileno(), stat.S_IMODE(seen.mode) & 0o777)  # no setuid of a sandbox's making on this host
+        offset = 0
+        while seen.data:
+            file.write(seen.data)
+            offset += len(seen.data)
+            if offset >= seen.size:
+                break
+            seen = read(source, offset)
+    return 1
