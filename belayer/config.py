@@ -23,6 +23,7 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Text = Annotated[str, Meta(min_length=1)]
 
 
+_GRANULE = 2 << 20  # bytes; cuMemGetAllocationGranularity of every GPU so far
 _DEVICE = re.compile(r"cpu|gpu(:(\d+|GPU-[0-9a-fA-F-]+))?")
 
 
@@ -55,7 +56,7 @@ class Model(_Section, frozen=True, kw_only=True):
 
 class Slot(_Section, frozen=True, kw_only=True):
     """One engine. ``hang_limit_s``: silence of the scheduler loop that counts as a hang, outside announced phases.
-    ``kv_bytes``: size of the KV arena. ``kv_reuse``: a new main goes on with the KV blocks that the killed one had
+    ``device``: "cpu", or "gpu", "gpu:INDEX", "gpu:UUID" as nvidia-smi -L lists them. ``kv_bytes``: size of the KV arena. ``kv_reuse``: a new main goes on with the KV blocks that the killed one had
     finished, instead of computing the context again; it trusts that a main which died wrote no wrong numbers before.
     ``spare``: takes no requests until a slot of the same model is quarantined, and then takes its place."""
 
@@ -234,6 +235,8 @@ def _problems(config: Config) -> Any:
         elif (slot.device == "cpu") != (config.gpuowner.memory == "memfd"):
             wanted = "memfd" if slot.device == "cpu" else "cuda_vmm"
             yield f"{where}.device", f'{slot.device!r} needs memory = "{wanted}" in [gpuowner]'
+        if slot.device != "cpu" and slot.kv_bytes % _GRANULE:
+            yield f"{where}.kv_bytes", f"must be a multiple of {_GRANULE} on a GPU: its memory comes in such pieces"
         if slot.device == "cpu" and slot.block_size % 32:
             yield f"{where}.block_size", "must be a multiple of 32: the CPU engine's attention has no other blocks"
         if slot.hang_limit_s < 10 * config.policy.poll_s:

@@ -20,6 +20,7 @@ from belayer.config import Config, load
 from belayer.daemon import OnlyOne, new_instance, notify, run, say, serve_until
 from belayer.errors import BelayerError, ConfigInvalid, HostUnfit
 from belayer.paths import Paths
+from gpuowner.backends.choice import maker_for
 from gpuowner.keeping import StoreLost
 from gpuowner.ledger import WeightsRow
 from gpuowner.models import Source
@@ -74,8 +75,9 @@ def _load_model(vault: Vault, name: str, source: Source, last: WeightsRow | None
 
 async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, paths: Paths) -> None:
     logger = log.setup(f"gpuowner-{kind}")
+    maker = maker_for(config.gpuowner.memory, kind)
     store = open_store(paths, kind, choice)
-    vault = Vault(next_generation(paths, kind), paths.owner_ledger(kind), store, logger.info)
+    vault = Vault(next_generation(paths, kind), paths.owner_ledger(kind), store, logger.info, maker)
     wanted = sources(config) if kind == "weights" else {}
     to_load = vault.revive(store.all(), {slot.name for slot in config.slot}, wanted)
     for said in vault.adopted:

@@ -14,7 +14,7 @@ from belayer.errors import BelayerError, Refused, SlotUnknown, WorkerGone
 from belayer.ids import is_name
 from belayer.messages.owner import ArenaInfo
 from gpuowner import core
-from gpuowner.backends.memfd import Memfd
+from gpuowner.backends.port import Allocation, Maker
 from gpuowner.keeping import Caller, Keeping, Key, resident
 from gpuowner.ledger import ArenaRow
 
@@ -33,7 +33,7 @@ class ArenaEntry:
 
     arena: core.Arena
     rank: int
-    memory: Memfd
+    memory: Allocation
     name: str
     holder_pidfd: int = -1
     pid: int = 0
@@ -76,8 +76,8 @@ class ArenaEntry:
 
 
 class Arenas:
-    def __init__(self, keeping: Keeping) -> None:
-        self._keeping = keeping
+    def __init__(self, keeping: Keeping, maker: Maker) -> None:
+        self._keeping, self._maker = keeping, maker
         self.entries: dict[Key, ArenaEntry] = {}
 
     def open(self, slot: str, rank: int, nbytes: int) -> tuple[ArenaEntry, int]:
@@ -99,7 +99,7 @@ class Arenas:
         if not 0 < nbytes <= MAX_ARENA:
             raise Refused(f"arena of {nbytes} bytes for slot {slot}", remedy="set kv_bytes of the slot")
         owner = self._keeping.generation
-        memory = Memfd(f"kv-{slot}-{rank}", nbytes)
+        memory = self._maker.create(f"kv-{slot}-{rank}", nbytes)
         try:
             name = self._keeping.keep(f"kv.{slot}.{rank}", memory.fd)
         except OSError:
@@ -162,7 +162,7 @@ class Arenas:
 
     def adopt(self, row: ArenaRow, fd: int) -> ArenaEntry:
         """An arena of the last life. Raises OSError when the descriptor is not that memory. Not persisted yet."""
-        memory = Memfd.adopt(fd, row.nbytes)
+        memory = self._maker.adopt(fd, row.nbytes)
         before = core.Arena(row.slot, row.nbytes, row.state, row.epoch, who=row.who, reason=row.reason)
         entry = ArenaEntry(before, row.rank, memory, row.memory)
         if row.pid:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from belayer.errors import BelayerError, ErrorCode
 from gpuowner.backends.memfd import Memfd
+from gpuowner.backends.port import Allocation
 
 Key = tuple[str, int]  # slot or model, tensor-parallel rank
 
@@ -89,6 +90,6 @@ class Keeping:
         self.store, self.reason = store, ""
 
 
-def resident(memory: Memfd) -> int:
-    """Bytes of an allocation that exist: a memfd has a page only once it was written."""
-    return os.fstat(memory.fd).st_blocks * 512
+def resident(memory: Allocation) -> int:
+    """Bytes of an allocation that exist: a memfd has a page only once it was written, a GPU has all of them at once."""
+    return os.fstat(memory.fd).st_blocks * 512 if isinstance(memory, Memfd) else memory.nbytes

@@ -222,7 +222,7 @@ class Service:
             kind=self._kind,
             pid=os.getpid(),
             owner_generation=self.vault.generation,
-            backend="memfd",
+            backend=self.vault.maker.name,
             weights=tuple(entry.info() for entry in self.vault.models.entries.values()),
             arenas=tuple(entry.info() for entry in self.vault.arenas.entries.values()),
             connections=len(self._peers),

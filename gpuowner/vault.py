@@ -17,6 +17,8 @@ import msgspec
 from belayer import procs
 from gpuowner import ledger
 from gpuowner.arenas import ArenaEntry, Arenas
+from gpuowner.backends.choice import MemfdMaker
+from gpuowner.backends.port import Maker
 from gpuowner.keeping import Keeping, Store
 from gpuowner.ledger import ArenaRow, Ledger, WeightsRow
 from gpuowner.models import Models, Source
@@ -30,10 +32,19 @@ class Vault:
     """``generation`` is this life of the owner; ``path`` is the ledger's file. ``adopted`` and ``lost``: one sentence
     for each thing that the last life left, or that died with it."""
 
-    def __init__(self, generation: int, path: Path, store: Store | None, log: Callable[..., Any] = no_log) -> None:
+    def __init__(
+        self,
+        generation: int,
+        path: Path,
+        store: Store | None,
+        log: Callable[..., Any] = no_log,
+        maker: Maker | None = None,
+    ) -> None:
+        """``maker``: of arenas; weights are loaded into memfds by the loader."""
         self.generation, self._path = generation, path
+        self.maker = maker or MemfdMaker()
         self.keeping = Keeping(generation, self._write, store, log, "" if store else "no store was given")
-        self.arenas, self.models = Arenas(self.keeping), Models(self.keeping)
+        self.arenas, self.models = Arenas(self.keeping, self.maker), Models(self.keeping)
         self.adopted: list[str] = []
         self.lost: list[str] = []
         self._boot = procs.boot_id()

@@ -231,6 +231,13 @@ def main() -> int:
     try:
         paths = Paths().make()
         config = load(args.config or paths.config)
+        on_gpu = [slot.name for slot in config.slot if slot.device != "cpu"]
+        if on_gpu:
+            raise HostUnfit(
+                f"slots {on_gpu} name a GPU, and the adapter of this build drives vLLM's CPU engine only",
+                kept="nothing was started",
+                remedy="docs/h200.md says what of the GPU path is built",
+            )
         lock = OnlyOne(paths.run, "zygote")
         ms = import_engine(config)
         threads = len(os.listdir("/proc/self/task"))

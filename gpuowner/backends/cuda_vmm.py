@@ -33,9 +33,7 @@ class CudaMemory:
     """An allocation, as the owner holds it: a descriptor. It keeps the bytes and carries no access mode."""
 
     nbytes: int
-    granularity: int
     fd: int
-    device: str
 
     def reader_fd(self) -> int:
         return os.dup(self.fd)
@@ -83,7 +81,10 @@ class CudaVmm:
         if nbytes <= 0:
             raise ValueError(f"allocation {label!r} of {nbytes} bytes")
         made = oneshot.make(self._driver.spec, self._device, (nbytes,))
-        return CudaMemory(made.sizes[0], made.granularity, made.fds[0], made.device)
+        return CudaMemory(made.sizes[0], made.fds[0])
+
+    def adopt(self, fd: int, nbytes: int) -> Allocation:
+        return CudaMemory(nbytes, fd)
 
     def dup_fd(self, allocation: Allocation, access: Access) -> int:
         # Two references of one allocation: the mode is set where it is mapped (same trust domain, docs/h200.md).

@@ -26,8 +26,7 @@ class MemfdMemory(Memfd):
     """A Memfd whose size is whole pages, so that a mapping of it is exactly it."""
 
     def __init__(self, label: str, nbytes: int) -> None:
-        self.granularity = mmap.PAGESIZE
-        super().__init__(label, -(-nbytes // self.granularity) * self.granularity)
+        super().__init__(label, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
 class MemfdBackend:
@@ -40,6 +39,9 @@ class MemfdBackend:
 
     def create(self, label: str, nbytes: int) -> Allocation:
         return MemfdMemory(label, nbytes)
+
+    def adopt(self, fd: int, nbytes: int) -> Allocation:
+        return MemfdMemory.adopt(fd, nbytes)
 
     def dup_fd(self, allocation: Allocation, access: Access) -> int:
         return os.dup(allocation.fd) if access is Access.READ_WRITE else allocation.reader_fd()

@@ -52,7 +52,6 @@ class Allocation(Protocol):
     """``nbytes`` of memory behind ``fd``; the bytes live while any descriptor or mapping of them does."""
 
     nbytes: int
-    granularity: int
     fd: int
 
     def reader_fd(self) -> int:
@@ -68,6 +67,10 @@ class Maker(Protocol):
 
     def create(self, label: str, nbytes: int) -> Allocation:
         """Memory of at least ``nbytes``. Raises Refused (no room), HostUnfit (no such device here), ValueError."""
+
+    def adopt(self, fd: int, nbytes: int) -> Allocation:
+        """Memory of an earlier life of the owner by its descriptor, which is the allocation's from now on. Raises
+        OSError when it cannot be that memory; a GPU's descriptor cannot tell, its digests do."""
 
 
 class Backend(Maker, Protocol):
