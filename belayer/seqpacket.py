@@ -7,6 +7,7 @@ puts it in a thread or has nothing else to do. Every descriptor received is clos
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 from collections.abc import Callable
@@ -89,6 +90,11 @@ class SeqClient:
 
     def fileno(self) -> int:
         return self._sock.fileno()
+
+    def hang_up(self) -> None:
+        """End the connection for both sides; whoever waits on it wakes up. ``close`` is still due."""
+        with contextlib.suppress(OSError):  # the other side was first
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()

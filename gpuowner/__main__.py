@@ -79,15 +79,16 @@ async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, pat
     store = open_store(paths, kind, choice)
     vault = Vault(next_generation(paths, kind), paths.owner_ledger(kind), store, logger.info, maker)
     wanted = sources(config) if kind == "weights" else {}
-    to_load = vault.revive(store.all(), {slot.name for slot in config.slot}, wanted)
+    vault.revive(store.all(), {slot.name for slot in config.slot}, wanted)
     for said in vault.adopted:
         logger.info("adopted", what=said)
     for said in vault.lost:
         logger.error("lost", what=said, remedy="a new shadow for that slot; a lost weight version is published again")
     for name, source in wanted.items():
         if (name, 0) not in vault.models.entries:
-            _load_model(vault, name, source, to_load.get(name), logger)
-    service = Service(kind, paths.owner_sock(kind), vault, new_instance(), logger.info)
+            _load_model(vault, name, source, vault.to_load.get(name), logger)
+    reopen = None if choice == "systemd" else lambda: HolderStore(paths.owner_holder_sock(kind))
+    service = Service(kind, paths.owner_sock(kind), vault, new_instance(), logger.info, reopen)
     service.listen()
     notify("READY=1")
     logger.info("serving", kind=kind, generation=vault.generation, store=store.describe())

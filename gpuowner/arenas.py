@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 
 from belayer import procs
-from belayer.errors import BelayerError, Refused, SlotUnknown, WorkerGone
+from belayer.errors import Refused, SlotUnknown, WorkerGone
 from belayer.ids import is_name
 from belayer.messages.owner import ArenaInfo
 from gpuowner import core
@@ -119,13 +119,16 @@ class Arenas:
     def acquire(self, slot: str, rank: int, stamp: core.Stamp, by: Caller) -> int:
         """The lease: a read-write descriptor for the one holder. Raises Fenced or LeaseRefused."""
         entry = self.entry(slot, rank)
+        before = entry.arena
+        after = core.arena_step(before, core.Acquire(stamp=stamp, peer=by.peer, who=by.who))
         fd = os.dup(entry.memory.fd)
         try:
-            after = core.arena_step(entry.arena, core.Acquire(stamp=stamp, peer=by.peer, who=by.who))
             self._hold(entry, os.dup(by.pidfd), by.pid, procs.start_time(by.pid))
             self._become(entry, after)
-        except (BelayerError, OSError):
+        except OSError:  # it was not written down, so it is not told: nobody holds the lease
             os.close(fd)
+            self._hold(entry, -1, 0, 0)
+            entry.arena = before
             raise
         return fd
 

@@ -50,6 +50,7 @@ class OwnerClient:
         self._lock = threading.RLock()
         self._rejoins: list[Rejoin] = []
         self._closed = False
+        self._keeper: threading.Thread | None = None
         self._open()
 
     def _open(self) -> None:
@@ -90,7 +91,9 @@ class OwnerClient:
     def keep(self, told: Callable[[str], None]) -> None:
         """Hold the connection for as long as the process lives; ``told`` gets a sentence whenever it was mended, or a
         view could not rejoin."""
-        threading.Thread(target=self._watch, args=(told,), daemon=True, name=f"owner-{self.welcome.kind}").start()
+        name = f"owner-{self.welcome.kind}"
+        self._keeper = threading.Thread(target=self._watch, args=(told,), daemon=True, name=name)
+        self._keeper.start()
 
     def _watch(self, told: Callable[[str], None]) -> None:
         pause, again = _FIRST_PAUSE_S, threading.Event()
@@ -99,7 +102,7 @@ class OwnerClient:
                 continue
             try:
                 with self._lock:
-                    if self._ended(0):  # the engine's thread may have mended it meanwhile
+                    if not self._closed and self._ended(0):  # the engine's thread may have mended it meanwhile
                         told(self._mend())
                 pause = _FIRST_PAUSE_S
             except DaemonUnreachable:  # it is on its way back, or gone for good: belayerd tells which
@@ -127,10 +130,13 @@ class OwnerClient:
         return "; ".join(said)
 
     def close(self) -> None:
-        self._closed = True
         with self._lock:
-            self._client.close()
-            os.close(self._pidfd)
+            self._closed = True
+            self._client.hang_up()  # wakes the keeper
+        if self._keeper is not None:
+            self._keeper.join()
+        self._client.close()
+        os.close(self._pidfd)
 
 
 class WeightsView:
@@ -148,13 +154,15 @@ class WeightsView:
         self.grant = grant
         self.tensors = {spec.name: spec for spec in layout}
 
-    def _rejoin(self, client: SeqClient, owner_generation: int) -> None:
+    def _mapped(self, owner_generation: int) -> m.RejoinWeights:
         grant = self.grant
-        message = m.RejoinWeights(
+        return m.RejoinWeights(
             model=grant.model, rank=grant.rank, version=grant.version, digest=grant.digest,
             owner_generation=owner_generation,
         )  # fmt: skip
-        client.call(message, m.WeightsInfo)
+
+    def _rejoin(self, client: SeqClient, owner_generation: int) -> None:
+        client.call(self._mapped(owner_generation), m.WeightsInfo)
 
     def verify(self) -> float:
         """Hash everything and return the milliseconds. Raises WeightsBroken naming the chunk that differs."""
@@ -176,6 +184,8 @@ class WeightsView:
         _equal_or_refuse(self.mapping, grant if same else self.grant, threads)
         if same:
             self.grant = grant
+        else:  # the owner is to know which version is read here, not which one was looked at
+            self._client.call(self._mapped(self._client.welcome.owner_generation), m.WeightsInfo)
         return same
 
     def follow(self, threads: int = 1) -> bool:

@@ -94,8 +94,10 @@ class Holder:
 
     def _answer(self, data: bytes, fds: list[int]) -> list[tuple[bytes, list[int]]]:
         op, name = data[:1], data[1:].decode("ascii", "replace")
-        if op == b"P" and name and len(fds) == 1 and name not in self._held and len(self._held) < MAX_HELD:
-            self._held[name] = fds[0]
+        if op == b"P" and name and len(fds) == 1 and len(self._held) < MAX_HELD:
+            old, self._held[name] = self._held.get(name, -1), fds[0]
+            if old >= 0:  # the same memory again: an owner that did not get our answer in time asks once more
+                os.close(old)
         elif op == b"D" and not fds:
             fd = self._held.pop(name, -1)
             if fd >= 0:

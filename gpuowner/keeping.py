@@ -45,13 +45,15 @@ class Caller:
 
 @dataclass
 class Keeping:
-    """``write`` persists the whole ledger. ``store`` None: nobody keeps copies, and ``reason`` says why."""
+    """``write`` persists the whole ledger. ``store`` None: nobody keeps copies, and ``reason`` says why. ``on_lost`` is
+    called with a store that was given up. ``held``: what has a name in the store, the descriptors being ours."""
 
     generation: int
     write: Callable[[], None]
     store: Store | None
     log: Callable[..., Any]
     reason: str = ""
+    on_lost: Callable[[Store], None] = lambda store: None
     held: dict[str, int] = field(default_factory=dict)
     _count: int = 0
 
@@ -80,13 +82,18 @@ class Keeping:
         self.write()
 
     def lost(self, reason: str) -> None:
-        self.store, self.reason = None, reason
+        old, self.store, self.reason = self.store, None, reason
         self.log("store_lost", why=reason, kept="memory in this process only")
+        if old is not None:
+            self.on_lost(old)
 
-    def renew(self, store: Store) -> None:
-        """A new store takes copies of everything that is held. Raises StoreLost."""
+    def renew(self, store: Store, has: set[str]) -> None:
+        """``store`` keeps the copies from now on; ``has``: names that it has been given already. Raises StoreLost."""
         for name, fd in self.held.items():
-            store.put(name, fd)
+            if name not in has:
+                store.put(name, fd)
+        for name in has - set(self.held):
+            store.drop(name)
         self.store, self.reason = store, ""
 
 

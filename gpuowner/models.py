@@ -17,6 +17,7 @@ from belayer.errors import BelayerError, Refused, WeightsBroken, WeightsTorn
 from belayer.messages import owner as m
 from gpuowner import core
 from gpuowner.backends.memfd import Memfd
+from gpuowner.copying import default_threads
 from gpuowner.digest import first_difference, root_digest
 from gpuowner.keeping import Caller, Keeping, Key, resident
 from gpuowner.ledger import WeightsRow
@@ -60,7 +61,7 @@ class Version:
         finally:
             os.close(fd)
         try:
-            return first_difference(mapping.buffer(), self.chunks)
+            return first_difference(mapping.buffer(), self.chunks, default_threads())
         finally:
             mapping.close()
 
@@ -148,22 +149,23 @@ class Models:
         except BelayerError as why:
             entry.weights = core.weights_step(entry.weights, core.BuildFailed(reason=why.message))
             raise
-        lost = last is not None and not last.from_files and last.digest != loaded.digest
-        self._built(entry, loaded, last.digest if last else "", lost=lost)
+        same = last is not None and last.whole and last.digest == loaded.digest
+        self._built(
+            entry, loaded, version if same else version + 1, lost=bool(last and not last.from_files and not same)
+        )
         return entry
 
-    def _built(self, entry: ModelEntry, loaded: Loaded, last_digest: str, *, lost: bool = False) -> None:
-        """The bytes of the files as the next version, or as the last one where they are the same bytes."""
+    def _built(self, entry: ModelEntry, loaded: Loaded, number: int, *, lost: bool = False) -> None:
+        """The bytes of the files as version ``number``; ``lost``: they only show how the tensors of a lost one lie."""
         loaded.mapping.close()
         if entry.source.update == SWAP:
             loaded.memory.seal_for_ever()
-        same = entry.weights.version > 0 and loaded.digest == last_digest
         name = self._keeping.keep(_label(entry), loaded.memory.fd)
         old, entry.version = entry.version, Version(
             memory=loaded.memory, name=name, layout=loaded.layout, chunks=loaded.chunks, digest=loaded.digest,
             from_files=True, load_ms=loaded.load_ms, mb_per_s=loaded.mb_per_s,
         )  # fmt: skip
-        event: core.WeightsEvent = core.Built(version=entry.weights.version + (0 if same else 1))
+        event: core.WeightsEvent = core.Built(version=number)
         if lost:
             event = core.BuildFailed(reason="their last version was lost, and the files hold other bytes than it had")
         sized = replace(entry.weights, nbytes=loaded.memory.nbytes)
@@ -261,8 +263,16 @@ class Models:
             )
         fds = self._to_write(entry, version, mode, with_base=after.whole)
         digests = version.chunks if entry.weights.whole else ()
-        entry.weights, entry.writer = after, by.who
-        self._keeping.save()
+        before, entry.weights, entry.writer = entry.weights, after, by.who
+        try:
+            self._keeping.save()
+        except OSError:  # it was not written down, so it is not told: nobody writes
+            entry.weights, entry.writer = before, ""
+            staged, entry.next = entry.next, None
+            self._discard(staged)
+            for fd in fds:
+                os.close(fd)
+            raise
         grant = m.UpdateGrant(
             model=asked.model,
             version=after.version + 1,
@@ -356,7 +366,6 @@ class Models:
         stamp = core.Stamp(asked.owner_generation, asked.version)
         entry.weights = core.weights_step(entry.weights, core.RebuildBegun(stamp=stamp))
         self._keeping.save()
-        last_digest = entry.version.digest if entry.version else ""
 
         def work() -> Loaded | BelayerError:
             try:
@@ -371,7 +380,7 @@ class Models:
                 self._keeping.save()
                 raise loaded
             assert isinstance(loaded, Loaded)
-            self._built(entry, loaded, last_digest)
+            self._built(entry, loaded, entry.weights.version + 1)
             return entry.info()
 
         return Job(work, finish)

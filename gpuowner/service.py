@@ -27,13 +27,16 @@ from belayer.rpc import to_reply
 from belayer.seqpacket import recv_fds
 from gpuowner.arenas import ArenaEntry
 from gpuowner.handlers import MAX_INLINE, Answer, Handlers, Peer
+from gpuowner.keeping import Store, StoreLost
 from gpuowner.models import Job
+from gpuowner.store import HolderStore
 from gpuowner.vault import Vault
 
 MAX_REQUEST = 128 << 10  # bytes; the largest request is a commit: 34 bytes for each 64 MiB of a model
 _SO_PEERPIDFD = 77  # Linux 6.5, asm-generic/socket.h
 _SPARE_FDS = 128
 _MOST_FDS = 1 << 16
+_RENEW_S, _LONGEST_RENEW_S = 0.5, 60.0  # between two tries to give copies to a holder
 
 
 def peer_pidfd(sock: socket.socket, pid: int) -> int:
@@ -48,12 +51,34 @@ def peer_pidfd(sock: socket.socket, pid: int) -> int:
     return fd
 
 
+def _filled(reopen: Callable[[], HolderStore], held: dict[str, int]) -> HolderStore:
+    store = reopen()
+    try:
+        for name, fd in held.items():
+            store.put(name, fd)
+    except StoreLost:
+        store.close()
+        raise
+    return store
+
+
 class Service:
     """Listens at ``path``; ``log(event, **fields)`` gets one call per transition."""
 
-    def __init__(self, kind: str, path: Path, vault: Vault, instance: str, log: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        kind: str,
+        path: Path,
+        vault: Vault,
+        instance: str,
+        log: Callable[..., None],
+        reopen: Callable[[], HolderStore] | None = None,
+    ) -> None:
+        """``reopen``: makes another holder when the one there is has died; None where systemd keeps the copies."""
         self._kind, self._path, self.vault, self._instance, self._log = kind, path, vault, instance, log
         self._handlers = Handlers(kind, vault, log)
+        self._reopen = reopen
+        self._renewal: asyncio.Task[None] | None = None
         self._decoder: wire.Decoder[Any] = wire.Decoder(m.Request)
         self._peers: dict[int, Peer] = {}
         self._count = 0
@@ -83,9 +108,12 @@ class Service:
         loop.add_reader(self._listener, self._accept)
         for entry in self.vault.orphans():  # they have no connection whose end would tell
             loop.add_reader(entry.holder_pidfd, self._orphan_died, entry, entry.holder_pidfd)
+        self._watch_store()
         try:
             await asyncio.Event().wait()
         finally:
+            if self._renewal is not None:
+                self._renewal.cancel()
             loop.remove_reader(self._listener)
             self._listener.close()
             for peer in list(self._peers.values()):
@@ -132,6 +160,39 @@ class Service:
             self._refuse_bytes(peer, BadMessage(f"packet over {MAX_REQUEST} bytes"))
         else:
             self._answer(peer, data)
+
+    def _watch_store(self) -> None:
+        store = self.vault.keeping.store
+        if isinstance(store, HolderStore):
+            self.vault.keeping.on_lost = self._store_lost
+            ended = f"{store.describe()} has ended"
+            asyncio.get_running_loop().add_reader(store.fileno(), self.vault.keeping.lost, ended)
+
+    def _store_lost(self, store: Store) -> None:
+        if isinstance(store, HolderStore):
+            asyncio.get_running_loop().remove_reader(store.fileno())
+            store.close()
+            self._renewal = asyncio.create_task(self._renew_store())
+
+    async def _renew_store(self) -> None:
+        """Until a holder has copies of everything again. In a thread: a holder that hangs must hold nobody up."""
+        pause = _RENEW_S
+        while self._reopen is not None:
+            held = {name: os.dup(fd) for name, fd in self.vault.keeping.held.items()}
+            try:
+                store = await asyncio.to_thread(_filled, self._reopen, held)
+                self.vault.keeping.renew(store, set(held))
+            except (StoreLost, OSError) as why:
+                self.vault.keeping.reason = str(why)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_RENEW_S)
+            else:
+                self._log("store_renewed", store=store.describe())
+                self._watch_store()
+                return
+            finally:
+                for fd in held.values():
+                    os.close(fd)
 
     def _orphan_died(self, entry: ArenaEntry, pidfd: int) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)

@@ -45,6 +45,7 @@ class Vault:
         self.maker = maker or MemfdMaker()
         self.keeping = Keeping(generation, self._write, store, log, "" if store else "no store was given")
         self.arenas, self.models = Arenas(self.keeping, self.maker), Models(self.keeping)
+        self.to_load: dict[str, WeightsRow] = {}
         self.adopted: list[str] = []
         self.lost: list[str] = []
         self._boot = procs.boot_id()
@@ -55,31 +56,37 @@ class Vault:
             boot_id=self._boot,
             generation=self.generation,
             arenas=tuple(entry.row() for entry in self.arenas.entries.values()),
-            weights=tuple(entry.row() for entry in self.models.entries.values()),
+            weights=self._weights_rows(),
             stopped=stopped,
         )
         ledger.save(self._path, rows)
+
+    def _weights_rows(self) -> tuple[WeightsRow, ...]:
+        """A model that is only being loaded again is written down as it was: a death before the end of it must not
+        make the next life forget which version was lost."""
+        rows = {entry.weights.model: entry.row() for entry in self.models.entries.values() if entry.rank == 0}
+        lost = {name: row for name, row in self.to_load.items() if name not in rows or not rows[name].memory}
+        ranks = [entry.row() for entry in self.models.entries.values() if entry.rank]
+        return (*(rows | lost).values(), *ranks)
 
     def stop(self) -> None:
         """An operator ends this life: what is not found at the next start was given up on purpose, not lost."""
         self._write(stopped=True)
 
-    def revive(self, found: dict[str, int], slots: set[str], sources: Mapping[str, Source]) -> dict[str, WeightsRow]:
+    def revive(self, found: dict[str, int], slots: set[str], sources: Mapping[str, Source]) -> None:
         """Adopt what the last life left; ``found``: descriptors by name, ours from now on. All weights are hashed
-        before this returns. Returns the rows of models that have to be loaded from their files."""
+        before this returns. ``to_load`` then has the rows of models whose memory is gone."""
         last = ledger.last(self._path)
-        to_load: dict[str, WeightsRow] = {}
         for arena in last.arenas if last else ():
             self._revive_arena(arena, found.pop(arena.memory, None), slots)
         for row in last.weights if last else ():
             stopped = last is not None and last.stopped
             again = self._revive_model(row, found.pop(row.memory, None), sources, stopped=stopped)
             if again is not None:
-                to_load[row.model] = again
+                self.to_load[row.model] = again
         self.keeping.save()
         for name, fd in found.items():  # a death between the store and the ledger left them; nobody was told of them
             self._forget(name, fd, "no ledger row names it")
-        return to_load
 
     def _forget(self, name: str, fd: int, why: str) -> None:
         os.close(fd)
@@ -87,7 +94,7 @@ class Vault:
         self._log("dropped", name=name, why=why)
 
     def _revive_arena(self, row: ArenaRow, fd: int | None, slots: set[str]) -> None:
-        lives = row.pid > 0 and procs.start_time(row.pid) == row.start_time
+        lives = row.pid > 0 and procs.start_time(row.pid) == row.start_time and procs.state(row.pid) != "Z"
         if fd is None:
             if lives:
                 self.lost.append(
@@ -112,10 +119,10 @@ class Vault:
                 self._forget(row.memory, fd, "the configuration asks for other weights")
             return msgspec.structs.replace(row, from_files=True) if source else None
         if fd is None:
-            if not stopped and row.memory and not row.from_files:
+            if not stopped and row.memory and not (row.from_files and row.whole):
                 name = f"weights {row.model} v{row.version}"
                 self.lost.append(f"{name}: their memory died with the last owner and its store")
-            return msgspec.structs.replace(row, from_files=row.from_files or stopped)
+            return msgspec.structs.replace(row, from_files=stopped or (row.from_files and row.whole))
         entry = self.models.adopt(row, fd, source)
         self.keeping.held[row.memory] = fd
         self.adopted.append(f"weights {row.model} {entry.weights.state.value} v{entry.weights.version}")
