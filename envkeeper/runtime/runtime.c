@@ -28,9 +28,20 @@
 
 #define CLAIMS "/run/belayer-runtime/claims"
 
-static void fail(const char *what, const char *name) {
-    dprintf(2, "belayer-runtime: %s %s: %s\n", what, name, strerror(errno));
+static const char *log_path;
+
+/* Docker reads the reason of a failure from the file that `--log` names, not from stderr. */
+static void die(const char *text) {
+    int fd = log_path ? open(log_path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600) : -1;
+    if (fd >= 0 && !strpbrk(text, "\"\\\n")) dprintf(fd, "{\"level\":\"error\",\"msg\":\"belayer-runtime: %s\"}\n", text);
+    dprintf(2, "belayer-runtime: %s\n", text);
     exit(1);
+}
+
+static void fail(const char *what, const char *name) {
+    char text[4600];
+    snprintf(text, sizeof text, "%s %s: %s", what, name, strerror(errno));
+    die(text);
 }
 
 static char *slurp(const char *path, size_t *size) {
@@ -144,15 +155,15 @@ static void only_once(const char *claim) {
     snprintf(once, sizeof once, "%s.once", claim);
     int fd = open(once, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd >= 0) close(fd);
-    else if (errno == EEXIST) {
-        dprintf(2, "belayer-runtime: this container has been started before: a sandbox has one life, restore its checkpoint\n");
-        exit(1);
-    } else if (errno != ENOENT) fail("cannot make", once);
+    else if (errno == EEXIST) die("this container has been started before: a sandbox has one life, restore its checkpoint");
+    else if (errno != ENOENT) fail("cannot make", once);
 }
 
 int main(int argc, char **argv) {
     char claim[512], used[520], started[520];
     int verb = 0;
+    for (int i = 1; i + 1 < argc; i++)
+        if (strcmp(argv[i], "--log") == 0) log_path = argv[i + 1];
     for (int i = 1; i < argc && !verb; i++)
         if (strcmp(argv[i], "create") == 0 || strcmp(argv[i], "start") == 0) verb = i;
     if (verb && argc > verb + 1 && strlen(argv[argc - 1]) <= 128 && !strchr(argv[argc - 1], '/')) {

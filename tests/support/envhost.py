@@ -13,8 +13,8 @@ from typing import IO
 import docker
 
 from belayer.errors import BelayerError
-from belayer.messages.common import Ping, Pong
-from belayer.messages.sandbox import ListSandboxes, SandboxInfo, SandboxList
+from belayer.messages.common import Done, Ping, Pong
+from belayer.messages.sandbox import DestroySandbox, ListSandboxes, SandboxInfo, SandboxList
 from belayer.paths import Paths
 from belayer.rpc import call_sync
 from belayer.sandbox import Sandbox
@@ -59,6 +59,13 @@ class EnvHost:
     def info(self, sandbox_id: str) -> SandboxInfo:
         listed = call_sync(self.paths.envkeeper_sock, ListSandboxes(), SandboxList)
         return next(row for row in listed.sandboxes if row.sandbox_id == sandbox_id)
+
+    def listed(self) -> list[str]:
+        listed = call_sync(self.paths.envkeeper_sock, ListSandboxes(), SandboxList)
+        return [row.sandbox_id for row in listed.sandboxes]
+
+    def destroy(self, sandbox_id: str) -> None:
+        call_sync(self.paths.envkeeper_sock, DestroySandbox(sandbox_id=sandbox_id), Done, 60)
 
     def kill(self) -> None:
         """SIGKILL to the daemon, and proof that it is gone."""
