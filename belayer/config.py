@@ -46,7 +46,8 @@ class Gpuowner(_Section, frozen=True, kw_only=True):
 class Model(_Section, frozen=True, kw_only=True):
     """``path``: a Hugging Face directory with config.json and safetensors; relative to this file.
     ``dtype``: what the engine computes in; bf16 files are widened exactly. ``update``: "swap" writes the next version
-    beside the last one (twice the memory during an update; a version can never be written again), "in_place" over it."""
+    beside the last one (twice the memory during an update; a version can never be written again), "in_place" over
+    it."""
 
     name: str
     path: str
@@ -56,9 +57,10 @@ class Model(_Section, frozen=True, kw_only=True):
 
 class Slot(_Section, frozen=True, kw_only=True):
     """One engine. ``hang_limit_s``: silence of the scheduler loop that counts as a hang, outside announced phases.
-    ``device``: "cpu", or "gpu", "gpu:INDEX", "gpu:UUID" as nvidia-smi -L lists them. ``kv_bytes``: size of the KV arena. ``kv_reuse``: a new main goes on with the KV blocks that the killed one had
-    finished, instead of computing the context again; it trusts that a main which died wrote no wrong numbers before.
-    ``spare``: takes no requests until a slot of the same model is quarantined, and then takes its place."""
+    ``device``: "cpu", or "gpu", "gpu:INDEX", "gpu:UUID" as nvidia-smi -L lists them. ``kv_bytes``: size of the KV
+    arena. ``kv_reuse``: a new main goes on with the KV blocks that the killed one had finished, instead of computing
+    the context again; it trusts that a main which died wrote no wrong numbers before. ``spare``: takes no requests
+    until a slot of the same model is quarantined, and then takes its place."""
 
     name: str
     model: str

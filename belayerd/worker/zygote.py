@@ -108,7 +108,7 @@ class Zygote:
         try:
             data, fds, flags = recv_fds(sock, MAX_REQUEST, 1)
         except OSError:
-            data, fds, flags = b"", [], 0
+            data, fds, flags = b"", (), 0
         for fd in fds:
             os.close(fd)
         if not data or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):

@@ -50,11 +50,11 @@ def maker_for(memory: str, kind: str, spec: str = REAL) -> Maker:
     """Raises HostUnfit: no driver or device here, or a kind that this memory is not wired for."""
     if memory == MEMFD:
         return MemfdMaker()
+    oneshot.make(spec, 0, ())
     if kind == "weights":
         raise HostUnfit(
             "gpuowner does not load weights into GPU memory yet: its loader writes memfds",
             kept="nothing was started",
             remedy='run slots on the CPU with memory = "memfd"; docs/h200.md says what of the GPU path is built',
         )
-    oneshot.make(spec, 0, ())
     return CudaMaker(CudaVmm(driver_for(spec)))

@@ -24,6 +24,7 @@ CORES = [
     "belayerd/pair_table.py",
     "belayerd/handover.py",
     "belayerd/policy.py",
+    "belayerd/health.py",
     "belayerd/router/core.py",
     "gpuowner/core.py",
     "envkeeper/core.py",
