@@ -21,6 +21,7 @@ import pytest
 from belayer import procs, statefile
 from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
 from belayer.messages.control import HostStatusReply, SlotView
+from belayer.messages.owner import OwnerStatusReply
 from belayerd.pair import Pair
 from tests.support.streams import Seen, Stream, chat, completion, tokens_in
 from tests.support.wait import eventually
@@ -167,13 +168,56 @@ def test_a_handover_without_a_ready_shadow_is_refused(host: LocalHost) -> None:
     assert main_pid_of(after, "slot0") == main_pid_of(before, "slot0")
 
 
-def test_kv_owner_is_killed_and_its_arenas_are_made_anew(host: LocalHost, truth: dict[str, Any]) -> None:
-    """Streams go on in the memory that the main has mapped; no slot is called protected while its shadow maps an arena
-    that the living owner does not hold; afterwards a handover works."""
+def owner(status: HostStatusReply, kind: str) -> OwnerStatusReply | None:
+    return next((row for row in status.owners if row.kind == kind), None)
+
+
+def test_owners_are_killed_and_no_stream_no_worker_and_no_slot_notices(host: LocalHost, truth: dict[str, Any]) -> None:
+    """Both owners die in mid-stream. The next lives hold the same memory: leases stand at their epochs, workers
+    reclaim and rejoin by themselves, no shadow is made anew, and a handover works (O1)."""
     before = host.until_protected()
     stream = start(host, "chat")
     eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
+    for kind in ("kv", "weights"):
+        host.kill9(f"gpuowner@{kind}")
+        host.spawn(f"gpuowner@{kind}")
+    assert facts(stream.result(120)) == truth["chat"]
+
+    def back(status: HostStatusReply) -> bool:
+        kv, weights = owner(status, "kv"), owner(status, "weights")
+        if kv is None or weights is None or kv.pid != host.pid("gpuowner@kv"):
+            return False
+        return all(row.connected for row in kv.arenas) and len(weights.weights[0].readers) == 4
+
+    after = host.until("owners that know every worker again", back, 120.0)
+    for kind in ("kv", "weights"):
+        was, now = owner(before, kind), owner(after, kind)
+        assert was is not None
+        assert now is not None
+        assert now.owner_generation == was.owner_generation + 1
+        assert now.lost == ()
+        assert [(row.slot, row.epoch, row.holder) for row in now.arenas] == [
+            (row.slot, row.epoch, row.holder) for row in was.arenas
+        ]
+    for name in ("slot0", "slot1"):
+        assert pids(after, name) == pids(before, name)
+        assert slot(after, name).protected
+    code, incident, said = ctl(host, "handover", "slot0")
+    assert code == 0, said
+    assert incident["outcome"] == "served"
+    assert facts(start(host, "chat").result()) == truth["chat"]
+
+
+def test_kv_owner_and_its_holder_are_killed_and_arenas_are_made_anew(host: LocalHost, truth: dict[str, Any]) -> None:
+    """Then the arenas live only in what the mains have mapped. Streams go on; the owner names what is lost; no slot is
+    called protected while its shadow maps an arena that the living owner does not hold; afterwards a handover works."""
+    before = host.until_protected()
+    kv = owner(before, "kv")
+    assert kv is not None
+    stream = start(host, "chat")
+    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
     host.kill9("gpuowner@kv")
+    os.kill(int(kv.store.removeprefix("holder pid ")), signal.SIGKILL)
     host.spawn("gpuowner@kv")
     assert facts(stream.result(120)) == truth["chat"]
 
@@ -182,6 +226,10 @@ def test_kv_owner_is_killed_and_its_arenas_are_made_anew(host: LocalHost, truth:
         return held == {"slot0", "slot1"} and all(row.protected for row in status.slots)
 
     after = host.until("arenas at the new owner", renewed, 120.0)
+    now = owner(after, "kv")
+    assert now is not None
+    assert len(now.lost) == 2
+    assert all("writes on in what it has mapped" in said for said in now.lost)
     for name in ("slot0", "slot1"):
         assert pids(after, name)[0] == pids(before, name)[0], "the main was not touched"
         assert pids(after, name)[1] != pids(before, name)[1], "the shadow is another one"

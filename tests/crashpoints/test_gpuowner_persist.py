@@ -1,0 +1,351 @@
+"""The owner is killed before and after every effect of what it does, on a real holder process and a real ledger file.
+
+Each run forks a life of the owner that kills itself at point n (SIGKILL), for n = 1, 2, ... until a run ends alive.
+The next life must find what was told, or what was being done, and nothing else; and the holder must keep exactly what
+the ledger names.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from belayer.errors import WeightsTorn
+from belayer.messages import owner as m
+from gpuowner import core, ledger
+from gpuowner.digest import chunk_digests, root_digest
+from gpuowner.keeping import Caller, Store
+from gpuowner.models import IN_PLACE, SWAP, Job, Source
+from gpuowner.store import HolderStore, end_holder
+from gpuowner.vault import Vault
+from gpuowner.vmem import MAP_SHARED, PROT_READ, PROT_WRITE, Mapping
+from tests.support.owners import tiny_model
+
+SIZE = 1 << 16
+Tell = Callable[[str], None]
+Body = Callable[[Vault, Tell], None]
+
+
+@dataclass
+class Points:
+    """Kills this process at the ``die_at``-th place between two effects."""
+
+    die_at: int
+    count: int = 0
+
+    def reach(self) -> None:
+        self.count += 1
+        if self.count == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass
+class SteppingStore:
+    inner: HolderStore
+    points: Points
+
+    def describe(self) -> str:
+        return self.inner.describe()
+
+    def put(self, name: str, fd: int) -> None:
+        self.points.reach()
+        self.inner.put(name, fd)
+        self.points.reach()
+
+    def drop(self, name: str) -> None:
+        self.points.reach()
+        self.inner.drop(name)
+        self.points.reach()
+
+
+@dataclass
+class Place:
+    """Where lives of an owner follow each other."""
+
+    folder: Path
+    generation: int = 0
+    sources: dict[str, Source] = field(default_factory=dict)
+
+    @property
+    def holder(self) -> Path:
+        return self.folder / "holder.sock"
+
+    @property
+    def ledger(self) -> Path:
+        return self.folder / "ledger"
+
+    def vault(self, store: Store) -> Vault:
+        self.generation += 1
+        return Vault(self.generation, self.ledger, store)
+
+    def revived(self) -> tuple[Vault, HolderStore]:
+        """The next life, in this process."""
+        store = HolderStore(self.holder)
+        vault = self.vault(store)
+        vault.revive(store.all(), {"slot0"}, self.sources)
+        return vault, store
+
+    def live(self, die_at: int, body: Body) -> tuple[bool, list[str]]:
+        """One life that ends at a point. (whether it was killed, what it had told)"""
+        told, tell = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                points = Points(die_at)
+                vault = self.vault(SteppingStore(HolderStore(self.holder), points))
+                write = vault.keeping.write
+
+                def stepping() -> None:
+                    points.reach()
+                    write()
+                    points.reach()
+
+                vault.keeping.write = stepping
+                body(vault, lambda text: void(os.write(tell, text.encode() + b"\n")))
+                code = 0
+            finally:
+                os._exit(code)
+        self.generation += 1
+        os.close(tell)
+        with os.fdopen(told) as pipe:
+            said = pipe.read().splitlines()
+        _, status = os.waitpid(pid, 0)
+        killed = os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+        assert killed or status == 0, f"point {die_at}: the life failed, it had told {said}"
+        return killed, said
+
+
+def void(_: object) -> None:
+    pass
+
+
+@pytest.fixture
+def places() -> Iterator[Callable[[], Place]]:
+    made: list[Place] = []
+    with tempfile.TemporaryDirectory(prefix="blc-", dir="/tmp") as root:
+
+        def place() -> Place:
+            folder = Path(root) / str(len(made))
+            folder.mkdir()
+            made.append(Place(folder))
+            return made[-1]
+
+        yield place
+        for one in made:
+            end_holder(one.holder)
+
+
+def nothing_leaks(place: Place, vault: Vault, store: HolderStore) -> None:
+    found = store.all()
+    for fd in found.values():
+        os.close(fd)
+    saved = ledger.last(place.ledger)
+    assert saved is not None
+    named = {row.memory for row in saved.arenas} | {row.memory for row in saved.weights}
+    assert set(found) == named == set(vault.keeping.held)
+    store.close()
+
+
+def every_death(places: Callable[[], Place], body: Body, check: Callable[[Place, list[str], list[str]], None]) -> int:
+    """Run ``body`` to each of its points; ``check`` gets what had been told, and what a whole life tells."""
+    killed, whole = places().live(0, body)
+    assert not killed
+    n = 0
+    while True:
+        n += 1
+        place = places()
+        killed, told = place.live(n, body)
+        assert told == whole[: len(told)]
+        if not killed:
+            assert told == whole
+            return n - 1
+        check(place, told, whole)
+
+
+# --- arenas ---
+
+
+def me() -> Caller:
+    """The holder of the leases is the test itself: it outlives every life of the owner."""
+    pid = os.getppid()
+    return Caller(peer=1, who="main", pid=pid, pidfd=os.pidfd_open(pid))
+
+
+def arena_life(vault: Vault, tell: Tell) -> None:
+    arenas, by, owner = vault.arenas, me(), vault.generation
+
+    def said(text: str) -> None:
+        info = arenas.entry("slot0", 0).info()
+        assert text == f"{info.state} {info.epoch}"
+        tell(text)
+
+    arenas.open("slot0", 0, SIZE)
+    said("free 0")
+    arenas.acquire("slot0", 0, core.Stamp(owner, 0), by)
+    said("leased 0")
+    arenas.peer_gone(1)
+    said("fencing 0")
+    arenas.fence("slot0", 0, core.FenceEnded(core.Stamp(owner, 0), holder_alive=False))
+    said("free 1")
+    arenas.acquire("slot0", 0, core.Stamp(owner, 1), by)
+    said("leased 1")
+    arenas.fence("slot0", 0, core.FenceBegun(core.Stamp(owner, 1)))
+    said("fencing 1")
+    arenas.fence("slot0", 0, core.Quarantined(core.Stamp(owner, 1), "bad"))
+    said("quarantined 1")
+    arenas.fence("slot0", 0, core.Restored(core.Stamp(owner, 1), holder_alive=False))
+    said("free 2")
+
+
+def check_arena(place: Place, told: list[str], whole: list[str]) -> None:
+    vault, store = place.revived()
+    allowed = {*told[-1:], whole[len(told)] if len(told) < len(whole) else ""}
+    if not told and not vault.arenas.entries:
+        pass  # nobody had been told of an arena
+    else:
+        info = vault.arenas.entry("slot0", 0).info()
+        assert f"{info.state} {info.epoch}" in allowed
+        assert info.owner_generation == place.generation
+        if info.state == "leased":
+            assert (info.holder_pid, info.holder_alive) == (os.getpid(), True)
+    assert vault.lost == []
+    nothing_leaks(place, vault, store)
+
+
+def test_an_arena_is_found_as_it_was_told_wherever_the_owner_died(places: Callable[[], Place]) -> None:
+    # put and save of the first open, then one save each: two points for every effect
+    assert every_death(places, arena_life, check_arena) == 2 * (2 + 7)
+
+
+# --- weights ---
+
+
+def model_life(mode: str, source: Source) -> Body:
+    def life(vault: Vault, tell: Tell) -> None:
+        models = vault.models
+        by = Caller(peer=1, who="trainer", pid=os.getpid(), pidfd=-1)
+        models.load("m", 0, source, lambda done, of, rate: None)
+        tell("sealed 1")
+
+        def begin(version: int) -> m.UpdateGrant:
+            asked = m.BeginUpdate(
+                model="m", from_version=version, owner_generation=vault.generation, mode=mode, whole=True
+            )
+            grant, fds = models.begin(asked, by)
+            mapping = Mapping(fds[0], grant.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED)
+            mapping.buffer()[5] = version  # half of the bytes are the new ones
+            mapping.close()
+            for fd in fds:
+                os.close(fd)
+            tell(f"updating {version}")
+            return grant
+
+        def commit(grant: m.UpdateGrant) -> None:
+            entry = models.entry("m", 0)
+            target = entry.next or entry.version
+            assert target is not None
+            fd = target.memory.reader_fd()
+            mapping = Mapping(fd, grant.nbytes, PROT_READ, MAP_SHARED)
+            chunks = tuple(chunk_digests(mapping.buffer()))
+            mapping.close()
+            os.close(fd)
+            asked = m.CommitUpdate(
+                model="m", version=grant.version, owner_generation=vault.generation, chunk_digests=chunks,
+                digest=root_digest(chunks, grant.nbytes),
+            )  # fmt: skip
+            run(models.commit(asked, by))
+            tell(f"sealed {grant.version}")
+
+        commit(begin(1))
+        grant = begin(2)
+        run(models.abort(m.AbortUpdate(model="m", version=3, owner_generation=vault.generation), by))
+        tell("given up 2")
+        if mode == SWAP:
+            return
+        again = m.RepublishWeights(model="m", version=2, owner_generation=vault.generation)
+        run(models.republish(again, lambda done, of, rate: None))
+        tell("sealed 3")
+        void(grant)
+
+    return life
+
+
+def run(job: Job) -> None:
+    job.finish(job.work())
+
+
+def outcome(mode: str, text: str) -> str:
+    """What the next life makes of a state that was told."""
+    word, _, version = text.rpartition(" ")
+    if word == "sealed" or mode == SWAP:
+        return f"sealed {version}"
+    return f"torn {version}"
+
+
+# load: put, save; begin: save; commit: save (swap: put, save, drop); begin, abort: save each; republish: save, put,
+# save, drop
+@pytest.mark.parametrize(("mode", "effects"), [(SWAP, 8), (IN_PLACE, 10)])
+def test_weights_are_whole_or_torn_wherever_the_owner_died(
+    places: Callable[[], Place], tmp_path: Path, mode: str, effects: int
+) -> None:
+    source = Source(tiny_model(tmp_path / "m", 1, SIZE), "float32", mode)
+
+    def check(place: Place, told: list[str], whole: list[str]) -> None:
+        place.sources = {"m": source}
+        vault, store = place.revived()
+        if not told and ("m", 0) not in vault.models.entries:
+            assert vault.to_load == {}
+            return nothing_leaks(place, vault, store)
+        entry = vault.models.entry("m", 0)
+        allowed = {outcome(mode, text) for text in (*told[-1:], *whole[len(told) : len(told) + 1])}
+        assert f"{entry.weights.state.value} {entry.weights.version}" in allowed, (told, allowed)
+        assert entry.version is not None
+        if entry.weights.whole:
+            assert entry.version.difference() is None
+        else:
+            with pytest.raises(WeightsTorn):
+                vault.models.attach("m", 0, Caller(1, "w", os.getpid(), -1))
+        return nothing_leaks(place, vault, store)
+
+    assert every_death(places, model_life(mode, source), check) == 2 * effects
+
+
+def test_a_revival_that_is_killed_is_revived_again(places: Callable[[], Place]) -> None:
+    """Deaths inside the adoption itself: what the first life told is still there, copies that no row names are not."""
+
+    def first(vault: Vault, tell: Tell) -> None:
+        vault.arenas.open("slot0", 0, SIZE)
+        vault.arenas.acquire("slot0", 0, core.Stamp(vault.generation, 0), me())
+        vault.arenas.open("gone", 0, SIZE)  # of a slot that is not configured any more
+        memory = vault.arenas.entry("slot0", 0).memory
+        vault.keeping.keep("orphan", memory.fd)  # a death between the store and the ledger
+        tell("leased 0")
+
+    def second(vault: Vault, tell: Tell) -> None:
+        store = vault.keeping.store
+        assert isinstance(store, SteppingStore)
+        vault.revive(store.inner.all(), {"slot0"}, {})
+        tell("revived")
+
+    n = 0
+    while True:
+        n += 1
+        place = places()
+        assert place.live(0, first) == (False, ["leased 0"])
+        killed, told = place.live(n, second)
+        vault, store = place.revived()
+        info = vault.arenas.entry("slot0", 0).info()
+        assert (info.state, info.epoch, info.holder_pid) == ("leased", 0, os.getpid())
+        assert list(vault.arenas.entries) == [("slot0", 0)]
+        nothing_leaks(place, vault, store)
+        if not killed:
+            assert told == ["revived"]
+            break
+    assert n - 1 == 6, "drop, save and drop: two points each"
