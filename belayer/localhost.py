@@ -95,8 +95,8 @@ class LocalHost:
         return self._children[name].pid
 
     def kill9(self, name: str) -> None:
-        """SIGKILL one daemon and see it dead."""
-        child = self._children[name]
+        """SIGKILL one daemon and see it dead; that it is gone is no error from then on."""
+        child = self._children.pop(name)
         child.kill()
         child.wait(10)
 

@@ -230,7 +230,10 @@ class Actions:
         return f"{dead} dead, {len(alive)} alive {alive or ''}".strip()
 
     async def quarantine(self, slot: str, reason: str) -> None:
+        """Also of an arena whose holder would not die: the owner wants to hear of the fence first."""
         for arena in await self.kv.arenas(slot):
+            if arena.state == "leased":
+                arena = await self.kv.begin_fence(arena)
             if arena.state != "quarantined":
                 await self.kv.quarantine(arena, reason)
 

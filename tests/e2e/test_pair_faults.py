@@ -1,0 +1,256 @@
+"""What must stop a slot does stop it: a tree that does not die, each gate that fails, a loop that makes no step.
+
+Two slots and a spare on a tiny model. Each test ends with the slots protected again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from belayer import procs, statefile
+from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
+from belayer.messages.control import HostStatusReply, SlotView
+from belayerd.pair import Pair
+from benchmarks import tiny
+from tests.e2e.test_host import ctl, facts, main_pid, pids, slot
+from tests.support.streams import Stream, completion
+from tests.support.wait import eventually
+
+pytestmark = pytest.mark.engine
+
+CACHE = Path(__file__).parents[2] / ".cache"
+LOGS = CACHE / "logs/test_pair_faults"
+FREEZER = Path("/sys/fs/cgroup/freezer")
+# A process in a version 1 freezer shows as waiting in the kernel, which counts as starved for ten hang limits.
+HANG_S = 0.5
+BODY = completion(400, ignore_eos=True, temperature=0.9, seed=5)
+
+
+class Pair2(LocalHost):
+    """Two slots, one spare, and a zygote that can be told to fail."""
+
+    def __init__(self, root: Path) -> None:
+        model = tiny.make(CACHE / "models/belayer-tiny", CACHE / "models/SmolLM2-135M-Instruct")
+        slots = demo_config(model, free_port(), slots=3, extra_slot=f"hang_limit_s = {HANG_S}")
+        head, _, last = slots.rpartition('name = "slot2"')
+        self.alerts = root / "alerts.jsonl"
+        command = json.dumps(["sh", "-c", f"cat >>{self.alerts}; echo >>{self.alerts}"])
+        extra = f"[policy]\nrepeat_window_s = 0.001\nfence_deadline_s = 1.0\nalert_command = {command}\n"
+        super().__init__(root, f'{head}name = "spare0"\nspare = true{last}\n{extra}[envkeeper]\nenabled = false\n')
+
+    def start_zygote(self) -> subprocess.Popen[bytes]:
+        with self.paths.log("zygote").open("ab") as log:
+            command = [sys.executable, "-m", "tests.support.sabotage"]
+            env = {**os.environ, "BELAYER_ROOT": str(self.root)}
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+
+    @contextmanager
+    def sabotage(self, what: str) -> Iterator[None]:
+        flag = self.paths.run / "sabotage"
+        flag.write_text(what)
+        try:
+            yield
+        finally:
+            flag.unlink()
+
+    def alerted(self) -> list[dict[str, Any]]:
+        text = self.alerts.read_text() if self.alerts.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line]
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[Pair2]:
+    root = Path(tempfile.mkdtemp(prefix="bl-"))
+    host = Pair2(root)
+    zygote = host.start_zygote()
+    try:
+        eventually(lambda: host.paths.zygote_sock.exists(), within=120, what="the zygote listens", every=0.2)
+        host.start(ROLLOUT)
+        host.until_protected()
+        yield host
+    finally:
+        host.stop()
+        zygote.kill()
+        zygote.wait()
+        shutil.copytree(host.paths.state / "log", LOGS, dirs_exist_ok=True)
+        shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module")
+def truth(host: Pair2) -> Any:
+    first, again = (facts(stream(host).result()) for _ in range(2))
+    assert first == again
+    return first
+
+
+def stream(host: LocalHost) -> Stream:
+    made = Stream(host.status().router_url, "/v1/completions", BODY)
+    made.start()
+    return made
+
+
+def begun(host: LocalHost) -> tuple[Stream, str]:
+    """A stream under way and the slot that it runs on."""
+    made = stream(host)
+    eventually(lambda: len(made.seen.token_ids) >= 8, within=60, what="tokens")
+    busy = [row.slot for row in host.status().slots if any(w.role == "main" and w.running for w in row.workers)]
+    assert len(busy) == 1, busy
+    return made, busy[0]
+
+
+def arena(status: HostStatusReply, name: str) -> str:
+    return next(row.state for owner in status.owners for row in owner.arenas if row.slot == name)
+
+
+def row(host: LocalHost, name: str) -> SlotView:
+    return slot(host.status(), name)
+
+
+def test_the_spare_waits_and_takes_no_requests(host: Pair2) -> None:
+    status = host.until_protected()
+    spare = slot(status, "spare0")
+    assert (spare.state, len(spare.workers)) == ("reserve", 1)
+    code, shown, _ = ctl(host, "status")
+    assert (code, shown["host"]["healthy"]) == (0, True)
+    assert {seat["slot"] for seat in shown["router"]["slots"] if seat["registered"]} == {"slot0", "slot1"}
+
+
+def test_a_stopped_main_that_is_continued_in_its_handover_does_nothing_more(host: Pair2, truth: Any) -> None:
+    """R1: SIGCONT while the steps run finds a process that is being killed, and no token of it is delivered."""
+    before = host.until_protected()
+    made, name = begun(host)
+    pid = main_pid(host, name)
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: procs.state(pid) == "T", what="the main is stopped")
+
+    def under_way() -> bool:
+        return statefile.load(host.paths.slot_state(name), Pair).running is not None
+
+    eventually(under_way, within=30, what="the handover", every=0.0005)
+    continued = True
+    try:
+        os.kill(pid, signal.SIGCONT)
+    except ProcessLookupError:
+        continued = False
+    assert facts(made.result(120)) == truth
+    after = host.until_protected()
+    assert slot(after, name).generation == slot(before, name).generation + 1
+    assert procs.state(pid) in ("", "Z"), f"continued: {continued}"
+
+
+def test_a_loop_that_makes_no_step_is_handed_over(host: Pair2, truth: Any) -> None:
+    """Its heart beats, its requests stand still: only the step counter tells."""
+    before = host.until_protected()
+    made, name = begun(host)
+    with host.sabotage("stuck"):
+        host.until("the handover", lambda s: slot(s, name).generation > slot(before, name).generation, 30.0)
+    assert facts(made.result(120)) == truth
+    last = row(host, name).last_incident
+    assert last is not None
+    assert last.cause == "stuck"
+    host.until_protected()
+
+
+@pytest.mark.skipif(not FREEZER.is_dir(), reason="only the version 1 freezer keeps a killed process from dying")
+def test_a_tree_that_does_not_die_quarantines_and_the_spare_takes_its_place(host: Pair2, truth: Any) -> None:
+    """R1, R7: the arena of a main that cannot be seen dead is granted to nobody; requests move; the alert leaves the
+    host; a spare takes the place; after the repair the operator brings the slot back."""
+    host.until_protected()
+    made, name = begun(host)
+    other = {"slot0": "slot1", "slot1": "slot0"}[name]
+    pid = main_pid(host, name)
+    with frozen(pid):
+        ended = host.until("quarantine", lambda s: slot(s, name).state == "quarantined", 60.0)
+        assert procs.state(pid) not in ("", "Z"), "it was not dead when the slot was given up"
+        assert "fence failed" in slot(ended, name).reason
+        assert str(pid) in slot(ended, name).reason
+        assert facts(made.result(120)) == truth
+        status = host.until("the spare", lambda s: slot(s, "spare0").protected, 120.0)
+        status = host.until("the arena", lambda s: arena(s, name) == "quarantined", 10.0)
+        assert slot(status, other).protected
+        code, shown, _ = ctl(host, "status")
+        assert (code, shown["host"]["healthy"]) == (1, False)
+        assert {seat["slot"] for seat in shown["router"]["slots"] if seat["registered"]} == {other, "spare0"}
+        alert = eventually(lambda: host.alerted(), within=10, what="the alert command")[-1]
+        assert (alert["slot"], alert["state"]) == (name, "quarantined")
+        assert alert["reason"] == slot(status, name).reason
+    eventually(lambda: procs.state(pid) in ("", "Z"), what="thawed, it dies of the SIGKILL that was waiting")
+    assert ctl(host, "gpu", "restore", name)[0] == 0
+    assert slot(host.until_protected(), name).protected
+    assert facts(stream(host).result()) == truth
+
+
+@pytest.mark.parametrize(
+    ("message", "action"),
+    [
+        ("WorkerStatus", "owners"),
+        ("TakeArena", "lease"),
+        ("FlushCache", "flush"),
+        ("Unpark", "unpark"),
+        ("CheckOracle", "oracle"),
+        ("BecomeMain", "become"),
+    ],
+)
+def test_a_shadow_that_fails_a_gate_never_serves(host: Pair2, truth: Any, message: str, action: str) -> None:
+    """R5: nothing of the slot is reused, its status and its incident say which gate, its requests go on elsewhere."""
+    host.until_protected()
+    made, name = begun(host)
+    shadow = pids(host.status(), name)[1]
+    with host.sabotage(message):
+        os.kill(main_pid(host, name), signal.SIGKILL)
+        ended = host.until("quarantine", lambda s: slot(s, name).state == "quarantined", 60.0)
+    assert slot(ended, name).reason.startswith(f"{action} failed"), slot(ended, name).reason
+    assert slot(ended, name).workers == ()
+    assert facts(made.result(120)) == truth
+    eventually(lambda: procs.state(shadow) in ("", "Z"), what="the shadow is dead")
+    status = host.until("the arena", lambda s: arena(s, name) == "quarantined", 10.0)
+    last = slot(status, name).last_incident
+    assert last is not None
+    assert last.outcome.startswith(f"quarantined: {action} failed")
+    assert ctl(host, "restore", name)[0] == 0
+    host.until_protected()
+
+
+def test_a_weights_owner_that_is_gone_fails_the_gate(host: Pair2, truth: Any) -> None:
+    host.until_protected()
+    made, name = begun(host)
+    host.kill9("gpuowner@weights")
+    os.kill(main_pid(host, name), signal.SIGKILL)
+    ended = host.until("quarantine", lambda s: slot(s, name).state == "quarantined", 60.0)
+    assert slot(ended, name).reason.startswith("owners failed"), slot(ended, name).reason
+    assert facts(made.result(120)) == truth
+    host.spawn("gpuowner@weights")
+    host.until("both owners", lambda s: len(s.owners) == 2, 60.0)
+    assert ctl(host, "restore", name)[0] == 0
+    host.until_protected()
+    assert facts(stream(host).result()) == truth
+
+
+@contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """``pid`` in a frozen control group of its own; SIGKILL waits there until it is thawed."""
+    group = FREEZER / f"belayer-test-{secrets.token_hex(4)}"
+    group.mkdir()
+    state = group / "freezer.state"
+    try:
+        (group / "cgroup.procs").write_text(str(pid))
+        state.write_text("FROZEN")
+        eventually(lambda: state.read_text().strip() == "FROZEN", what="the freezer", every=0.01)
+        yield
+    finally:
+        state.write_text("THAWED")
+        eventually(lambda: not (group / "cgroup.procs").read_text(), what="the group is empty", every=0.01)
+        group.rmdir()
