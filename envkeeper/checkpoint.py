@@ -20,17 +20,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from belayer.clock import Stopwatch, wall
-from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused
-from envkeeper import freezer, mounts, preflight, upper
+from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, SandboxLost
+from envkeeper import freezer, mounts, preflight, remains, upper
 from envkeeper.agentlink import AgentLink
-from envkeeper.criu import Criu, DumpPlan
+from envkeeper.criu import Criu, DumpCut, DumpHung, DumpPlan
 from envkeeper.disk import sync_filesystem
 from envkeeper.engine import BOUND, Life
 from envkeeper.failpoints import Point, reach
 from envkeeper.recipe import Recipe
+from envkeeper.rests import Rests
 from envkeeper.store import FORMAT, FileDigest, Manifest, Store
 
 CRIU_FOLDER = "criu"
+_GOES_ON_S = 5.0  # how long the agent of a sandbox whose dump was cut off may take to answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +58,23 @@ class _Frozen:
     pool: ThreadPoolExecutor
     phases: dict[str, float] = field(default_factory=dict)
     watch: Stopwatch | None = None
+    frozen_ms: float | None = None
     copy: Future[upper.Captured] | None = None
+    pids: tuple[int, ...] = ()
     stdio: tuple[str, ...] = ()
 
-    def begin(self) -> None:
-        """CRIU's pre-dump: freeze, look, start copying."""
+    def start(self) -> None:
         self.watch = Stopwatch()
+
+    def begin(self) -> None:
+        """All images to come: freeze, look, start copying."""
+        assert self.watch is not None
         self.group.freeze()
         reach(Point.CAPTURE_FROZEN)
         self.phases["freeze"] = self.watch.lap()
         pid = self.subject.life.pid
-        findings = preflight.judge(pid, preflight.scan(self.group.pids()), self.split.foreign)
+        self.pids = tuple(self.group.pids())
+        findings = preflight.judge(pid, preflight.scan(self.pids), self.split.foreign)
         if findings:
             raise CheckpointRefused(
                 "; ".join(finding.text for finding in findings[:4]),
@@ -84,7 +92,7 @@ class _Frozen:
         return captured
 
     def end(self) -> None:
-        """CRIU's post-dump: images are written, tasks still stopped; the copy must be whole before they run."""
+        """Images are written, tasks still stopped; the copy must be whole before they run."""
         assert self.watch is not None
         assert self.copy is not None
         self.phases["dump"] = self.watch.lap()
@@ -93,10 +101,10 @@ class _Frozen:
         reach(Point.CAPTURE_COPIED)
         self.phases["copy_rest"] = self.watch.lap()
 
-    def thaw(self) -> float:
-        """Always called. Milliseconds since the freeze began, 0 when it never did."""
+    def thaw(self) -> None:
         self.group.thaw()
-        return self.watch.ms() if self.watch is not None else 0.0
+        if self.frozen_ms is None:
+            self.frozen_ms = self.watch.ms() if self.watch is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +136,7 @@ class Checkpointer:
         self._criu, self._versions, self._timeout_s, self._reflink = criu, versions, timeout_s, reflink
         self._queue = threading.BoundedSemaphore(at_once or os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(thread_name_prefix="upper")
+        self._rests = Rests()
 
     def run(self, subject: Subject, link: AgentLink, store: Store) -> tuple[Manifest, str, dict[str, float]]:
         """``capture`` and ``publish`` in one: (manifest, its digest, milliseconds by phase)."""
@@ -146,9 +155,10 @@ class Checkpointer:
             phases["sync_upper"] = watch.lap()
             with self._queue:
                 phases["queue"] = watch.lap()
-                frozen, frozen_ms, captured = self._freeze_and_dump(subject, folder)
+                frozen, captured = self._freeze_and_dump(subject, link, folder)
             phases.update(frozen.phases)
-            return Draft(subject, folder, nonce, frozen.stdio, captured, frozen_ms, phases)
+            assert frozen.frozen_ms is not None
+            return Draft(subject, folder, nonce, frozen.stdio, captured, frozen.frozen_ms, phases)
 
     def publish(self, draft: Draft, store: Store) -> tuple[Manifest, str, dict[str, float]]:
         """Blocking; actions may run meanwhile. The sandbox may even die: what was captured was captured alive."""
@@ -158,7 +168,7 @@ class Checkpointer:
             manifest, digest = store.publish(draft.folder, lambda files: self._manifest(draft, store, files))
         return manifest, digest, draft.phases | {"publish": watch.lap()}
 
-    def _freeze_and_dump(self, subject: Subject, folder: Path) -> tuple[_Frozen, float, upper.Captured]:
+    def _freeze_and_dump(self, subject: Subject, link: AgentLink, folder: Path) -> tuple[_Frozen, upper.Captured]:
         life = subject.life
         group = freezer.of_process(life.pid)
         split = mounts.split(mounts.of_process(life.pid), BOUND)
@@ -172,16 +182,20 @@ class Checkpointer:
             masked=split.masked,
             timeout_s=self._timeout_s,
         )
+        self._rests.check(subject.sandbox_id)
         try:
-            self._criu.dump(plan, frozen.begin, frozen.end)
+            self._criu.dump(plan, frozen)
+        except DumpCut as why:
+            if isinstance(why, DumpHung):
+                self._rests.begin(subject.sandbox_id)
+            _still_whole(subject, link, frozen, why)
+            raise
         finally:
-            # Also after a CRIU that was killed: its tasks are detached, and the group may be left either way.
-            frozen_ms = frozen.thaw()
             reach(Point.CAPTURE_THAWED)
             if frozen.copy is not None:
                 frozen.copy.exception()  # the folder must not be discarded under a running copy
         assert frozen.copy is not None
-        return frozen, frozen_ms, frozen.copy.result()
+        return frozen, frozen.copy.result()
 
     def _manifest(self, draft: Draft, store: Store, files: dict[str, FileDigest]) -> Manifest:
         subject, before = draft.subject, store.ready()
@@ -203,6 +217,27 @@ class Checkpointer:
             frozen_ms=round(draft.frozen_ms, 3),
             phases_ms={name: round(ms, 3) for name, ms in draft.phases.items()},
         )
+
+
+def _still_whole(subject: Subject, link: AgentLink, frozen: _Frozen, why: DumpCut) -> None:
+    """After a dump that was cut off: frozen once more and looked at, then asked. Raises SandboxLost in any doubt."""
+    try:
+        frozen.group.freeze()
+        try:
+            doubts = remains.look(frozen.pids, frozen.group.pids())
+        finally:
+            frozen.group.thaw()
+        if not doubts:
+            link.status(_GOES_ON_S)
+            return
+        said = "; ".join(doubts[:4])
+    except (BelayerError, OSError) as silent:
+        said = f"it does not answer ({silent})"
+    raise SandboxLost(
+        f"{subject.sandbox_id} may not be itself after a dump that was cut off: {said}. The dump: {why.message}",
+        kept="the previous checkpoint stays READY",
+        remedy="restore it",
+    ) from why
 
 
 @contextlib.contextmanager

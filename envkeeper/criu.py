@@ -4,7 +4,11 @@ Why not `runc checkpoint` or Docker's API: both start CRIU inside the freeze, du
 groups that the new container gets anyway, and cost five times the frozen time. Here CRIU runs *inside the sandbox's
 own network namespace* (so there is none to dump and no firewall to lock), is started before the freeze, and stops at
 two notifications: ``pre-dump`` (we freeze, and start copying the upper layer) and ``post-dump`` (all is written, tasks
-still stopped: we wait for the copy). Any error in a callback makes CRIU give up, and the caller thaws.
+still stopped: we wait for the copy). Any error in a callback makes CRIU give up.
+
+The watchdog: one deadline for the whole dump. A CRIU that passes it is killed first and the group thawed then (one that
+waits in ptrace for a task that cannot stop takes the kill only once the group runs, and one that is thawed alive would
+go on dumping). Its tasks are detached by its death; whether they go on is for the caller to find out.
 
 Such images carry no network namespace. Docker's own ``start --checkpoint`` would restore them into the *host's*
 network; the store keeps them in a form that it cannot consume (no descriptors.json).
@@ -14,15 +18,16 @@ Field numbers: CRIU's RPC, https://criu.org/RPC.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from belayer.clock import monotonic
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, HostUnfit, SandboxLost
@@ -41,9 +46,40 @@ RESTORE_CONFIG = (
     "tcp-established\nfile-locks\nlink-remap\nghost-limit 1073741824\nmanage-cgroups=ignore\nnetwork-lock skip\n"
 )
 
+_KEPT = "the sandbox runs on and the previous checkpoint stays READY"
 _GLANCE_S = 0.2  # how often a silent dump is looked at
 
-Callback = Callable[[], None]
+_REAP_S = 5.0  # how long a killed CRIU may take to be gone
+
+# All that decides what is in the images and how it is read again; its hash is in every manifest.
+_SETTINGS = f"leave-running tcp-established file-locks link-remap orphan-pts-master ghost-limit={_GHOST_LIMIT}"
+SETTINGS_SHA256 = hashlib.sha256(
+    f"{_SETTINGS} manage-cgroups={_IGNORE_CGROUPS} network-lock={_SKIP_NETWORK_LOCK}\n{RESTORE_CONFIG}".encode()
+).hexdigest()
+
+
+class DumpCut(CheckpointIncomplete):
+    """What made the dump died in the middle of it: whether the tasks are whole is not known."""
+
+
+class DumpHung(DumpCut):
+    """The dump did not end in time, and what made it was killed."""
+
+
+class Moment(Protocol):
+    """What a dump calls, in this order; ``thaw`` always, and more than once does no harm."""
+
+    def start(self) -> None:
+        """The frozen time begins."""
+
+    def begin(self) -> None:
+        """Freeze, look whether this can be dumped, start copying. What it raises ends the dump."""
+
+    def end(self) -> None:
+        """All images are written and the tasks still stopped: wait for the copy."""
+
+    def thaw(self) -> None:
+        """The tasks may run. Never raises for a sandbox that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +146,12 @@ class Criu:
         cache.symlink_to(target)
         return True
 
-    def dump(self, plan: DumpPlan, on_pre_dump: Callback, on_post_dump: Callback) -> None:
-        """Dump and leave the tasks as they were found (frozen, if ``on_pre_dump`` froze them). Blocking.
+    def dump(self, plan: DumpPlan, moment: Moment) -> None:
+        """Dump, and let the tasks run. Blocking; thawed in every case when this returns or raises.
 
-        Raises what a callback raised; CheckpointRefused when CRIU names something it cannot dump;
-        CheckpointIncomplete on a timeout or a dead CRIU. The caller thaws in every case.
+        Raises what ``moment`` raised; CheckpointRefused when CRIU names something it cannot dump; SandboxLost when
+        PID 1 was killed meanwhile; DumpHung after ``plan.timeout_s``; DumpCut when CRIU died; CheckpointIncomplete when
+        the disk is full.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         images = os.open(plan.images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -125,10 +162,15 @@ class Criu:
                 try:
                     ours.settimeout(_GLANCE_S)
                     ours.send(_dump_request(plan, images))
-                    self._converse(ours, plan, {"pre-dump": on_pre_dump, "post-dump": on_post_dump})
+                    failed = self._converse(ours, plan, moment)
+                    moment.thaw()  # it has answered, so the tasks are detached: its own end is not waited for
                 finally:
-                    _end(child)
+                    ours.close()  # one that waits for our answer to a notification gives up now
+                    _end(child, moment)
+                if failed is not None:
+                    raise failed
         finally:
+            moment.thaw()
             os.close(images)
 
     def _spawn(self, pid: int, theirs: socket.socket) -> subprocess.Popen[bytes]:
@@ -144,41 +186,53 @@ class Criu:
         )
 
     @staticmethod
-    def _converse(sock: socket.socket, plan: DumpPlan, callbacks: Mapping[str, Callback]) -> None:
+    def _converse(sock: socket.socket, plan: DumpPlan, moment: Moment) -> BelayerError | None:
+        """Up to CRIU's last word: None, or why it could not."""
+        end = monotonic() + plan.timeout_s
         while True:
-            data = _next(sock, plan)
+            data = _next(sock, plan, end)
             if not data:
                 if _kill_pending(plan.pid):
                     raise SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
-                raise CheckpointIncomplete("CRIU ended in the middle of a dump" + first_error(plan.images))
+                raise DumpCut(f"CRIU ended in the middle of a dump{first_error(plan.images)}", kept=_KEPT)
             reply, script = _read(data)
             if reply[1] != [_NOTIFY]:
                 break
-            run = callbacks.get(script)
-            if run is not None:
-                run()
+            if script == "pre-dump":
+                moment.start()
+                _begin(moment)
+            elif script == "post-dump":
+                moment.end()
             sock.send(pbuf.encode([(1, _NOTIFY), (3, True)]))
-        if reply[2] != [1]:
-            raise _why_failed(plan, b"".join(_bytes(part) for part in reply.get(9, [])).decode(errors="replace"))
+        if reply[2] == [1]:
+            return None
+        return _why_failed(plan, b"".join(_bytes(part) for part in reply.get(9, [])).decode(errors="replace"))
 
 
 def _why_failed(plan: DumpPlan, said: str) -> BelayerError:
     if _kill_pending(plan.pid):  # its complaint is then about a process that goes away under its hands
         return SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
-    kept = "the sandbox runs on and the previous checkpoint stays READY"
     why = first_error(plan.images) or ": " + (said or "no reason given")
     free = os.statvfs(plan.images)
     if "No space left" in why or free.f_bavail * free.f_frsize < 1 << 20:
         return CheckpointIncomplete(
-            f"no space left for the dump{why}", kept=kept, remedy="free disk space below the checkpoint folder"
+            f"no space left for the dump{why}", kept=_KEPT, remedy="free disk space below the checkpoint folder"
         )
-    return CheckpointRefused(f"CRIU cannot dump this sandbox{why}", kept=kept)
+    return CheckpointRefused(f"CRIU cannot dump this sandbox{why}", kept=_KEPT)
 
 
-def _next(sock: socket.socket, plan: DumpPlan) -> bytes:
+def _begin(moment: Moment) -> None:
+    """A refusal thaws at once: CRIU has touched nothing before we answer."""
+    try:
+        moment.begin()
+    except BelayerError:
+        moment.thaw()
+        raise
+
+
+def _next(sock: socket.socket, plan: DumpPlan, end: float) -> bytes:
     """CRIU's next message, b"" when it has ended. A sandbox that is killed while it is frozen dies only after the thaw,
     and CRIU would wait for it for ever: so look for the pending SIGKILL now and then."""
-    end = monotonic() + plan.timeout_s
     while True:
         try:
             return sock.recv(1 << 16)
@@ -186,8 +240,10 @@ def _next(sock: socket.socket, plan: DumpPlan) -> bytes:
             if _kill_pending(plan.pid):
                 raise SandboxLost(f"PID 1 (pid {plan.pid}) was killed while it was frozen") from None
             if monotonic() > end:
-                raise CheckpointIncomplete(
-                    f"CRIU said nothing for {plan.timeout_s:g} s", kept="the previous checkpoint"
+                raise DumpHung(
+                    f"the dump was not over after {plan.timeout_s:g} s, and CRIU was killed{first_error(plan.images)}",
+                    kept="the previous checkpoint stays READY",
+                    remedy="checkpoint again later; raise envkeeper.checkpoint_timeout_s if the host is only slow",
                 ) from None
 
 
@@ -242,13 +298,22 @@ def _dump_request(plan: DumpPlan, images: int) -> bytes:
     return pbuf.encode([(1, _DUMP), (2, pbuf.encode(options))])
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """CRIU ends by itself after its answer; after a failure it may hang in a ptrace of a stopped task."""
+def _end(child: subprocess.Popen[bytes], moment: Moment) -> None:
+    """See CRIU gone: it ends by itself after its answer; otherwise kill it, then thaw (in this order: see above)."""
     try:
         child.wait(timeout=0.5)
+        return
     except subprocess.TimeoutExpired:
         os.killpg(child.pid, signal.SIGKILL)
-        # In the D state it dies only once the caller has thawed the group: collected then by the interpreter.
+    moment.thaw()
+    try:
+        child.wait(timeout=_REAP_S)
+    except subprocess.TimeoutExpired:
+        raise DumpHung(
+            f"CRIU (pid {child.pid}) is not gone {_REAP_S:g} s after SIGKILL and the thaw",
+            kept="the previous checkpoint stays READY",
+            remedy=f"see /proc/{child.pid}/stack and the log of the kernel",
+        ) from None
 
 
 def first_error(folder: Path, name: str = "dump.log") -> str:
