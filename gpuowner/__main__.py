@@ -77,9 +77,10 @@ async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, pat
     logger = log.setup(f"gpuowner-{kind}")
     maker = maker_for(config.gpuowner.memory, kind)
     store = open_store(paths, kind, choice)
-    vault = Vault(next_generation(paths, kind), paths.owner_ledger(kind), store, logger.info, maker)
+    slots = frozenset(slot.name for slot in config.slot)
+    vault = Vault(next_generation(paths, kind), paths.owner_ledger(kind), store, logger.info, maker, slots)
     wanted = sources(config) if kind == "weights" else {}
-    vault.revive(store.all(), {slot.name for slot in config.slot}, wanted)
+    vault.revive(store.all(), wanted)
     for said in vault.adopted:
         logger.info("adopted", what=said)
     for said in vault.lost:

@@ -76,8 +76,8 @@ class ArenaEntry:
 
 
 class Arenas:
-    def __init__(self, keeping: Keeping, maker: Maker) -> None:
-        self._keeping, self._maker = keeping, maker
+    def __init__(self, keeping: Keeping, maker: Maker, slots: frozenset[str] | None = None) -> None:
+        self._keeping, self._maker, self._slots = keeping, maker, slots
         self.entries: dict[Key, ArenaEntry] = {}
 
     def open(self, slot: str, rank: int, nbytes: int) -> tuple[ArenaEntry, int]:
@@ -96,6 +96,8 @@ class Arenas:
     def _make(self, slot: str, rank: int, nbytes: int) -> ArenaEntry:
         if not is_name(slot) or not 0 <= rank < MAX_RANKS:
             raise Refused(f"no arena can be named {slot[:64]!r} rank {rank}")
+        if self._slots is not None and slot not in self._slots:
+            raise SlotUnknown(f"no slot {slot!r} is configured here", remedy=f"one of {sorted(self._slots)}")
         if not 0 < nbytes <= MAX_ARENA:
             raise Refused(f"arena of {nbytes} bytes for slot {slot}", remedy="set kv_bytes of the slot")
         owner = self._keeping.generation

@@ -10,6 +10,7 @@ One packet is one request: a letter and a name, a descriptor beside it. ``P name
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import selectors
@@ -34,6 +35,20 @@ def bind(path: str) -> socket.socket:
         os.umask(old)
     listener.listen(16)
     return listener
+
+
+def receive(sock: socket.socket) -> tuple[bytes, list[int], int]:
+    """One packet, its descriptor (close-on-exec) and the flags; b"" when there is nothing more. Not
+    ``socket.recv_fds``, which drops the flag up to Python 3.13."""
+    fds = array.array("i")
+    try:
+        data, beside, flags, _ = sock.recvmsg(MAX_PACKET, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    except OSError:
+        return b"", [], 0
+    for level, kind, held in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(held[: len(held) - len(held) % fds.itemsize])
+    return data, list(fds), flags
 
 
 class Holder:
@@ -74,12 +89,9 @@ class Holder:
         self._selector.register(sock, selectors.EVENT_READ, None)
 
     def _readable(self, sock: socket.socket) -> None:
-        try:
-            data, fds, flags, _ = socket.recv_fds(sock, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC)
-        except OSError:
-            data, fds, flags = b"", [], 0
+        data, fds, flags = receive(sock)
         good = bool(data) and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-        answers = self._answer(data, list(fds)) if good else []
+        answers = self._answer(data, fds) if good else []
         for fd in fds:  # what is kept was taken out of the list
             if fd not in self._held.values():
                 os.close(fd)

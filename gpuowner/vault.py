@@ -39,12 +39,14 @@ class Vault:
         store: Store | None,
         log: Callable[..., Any] = no_log,
         maker: Maker | None = None,
+        slots: frozenset[str] | None = None,
     ) -> None:
-        """``maker``: of arenas; weights are loaded into memfds by the loader."""
-        self.generation, self._path = generation, path
+        """``maker``: of arenas; weights are loaded into memfds by the loader. ``slots``: those that are configured,
+        which alone may have arenas; None does not limit them."""
+        self.generation, self._path, self._slots = generation, path, slots
         self.maker = maker or MemfdMaker()
         self.keeping = Keeping(generation, self._write, store, log, "" if store else "no store was given")
-        self.arenas, self.models = Arenas(self.keeping, self.maker), Models(self.keeping)
+        self.arenas, self.models = Arenas(self.keeping, self.maker, slots), Models(self.keeping)
         self.to_load: dict[str, WeightsRow] = {}
         self.adopted: list[str] = []
         self.lost: list[str] = []
@@ -73,12 +75,12 @@ class Vault:
         """An operator ends this life: what is not found at the next start was given up on purpose, not lost."""
         self._write(stopped=True)
 
-    def revive(self, found: dict[str, int], slots: set[str], sources: Mapping[str, Source]) -> None:
+    def revive(self, found: dict[str, int], sources: Mapping[str, Source]) -> None:
         """Adopt what the last life left; ``found``: descriptors by name, ours from now on. All weights are hashed
         before this returns. ``to_load`` then has the rows of models whose memory is gone."""
         last = ledger.last(self._path)
         for arena in last.arenas if last else ():
-            self._revive_arena(arena, found.pop(arena.memory, None), slots)
+            self._revive_arena(arena, found.pop(arena.memory, None))
         for row in last.weights if last else ():
             stopped = last is not None and last.stopped
             again = self._revive_model(row, found.pop(row.memory, None), sources, stopped=stopped)
@@ -93,7 +95,7 @@ class Vault:
         self.keeping.drop(name)
         self._log("dropped", name=name, why=why)
 
-    def _revive_arena(self, row: ArenaRow, fd: int | None, slots: set[str]) -> None:
+    def _revive_arena(self, row: ArenaRow, fd: int | None) -> None:
         lives = row.pid > 0 and procs.start_time(row.pid) == row.start_time and procs.state(row.pid) != "Z"
         if fd is None:
             if lives:
@@ -101,7 +103,7 @@ class Vault:
                     f"arena {row.slot}: its memory died with the last owner and its store; {row.who} (pid {row.pid}) "
                     "writes on in what it has mapped, and the next main begins with an empty arena"
                 )
-        elif row.slot not in slots and not lives:
+        elif self._slots is not None and row.slot not in self._slots and not lives:
             self._forget(row.memory, fd, "its slot is not configured any more")
         else:
             entry = self.arenas.adopt(row, fd)

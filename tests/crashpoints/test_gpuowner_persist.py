@@ -71,6 +71,7 @@ class Place:
     folder: Path
     generation: int = 0
     sources: dict[str, Source] = field(default_factory=dict)
+    slots: frozenset[str] | None = None
 
     @property
     def holder(self) -> Path:
@@ -82,13 +83,13 @@ class Place:
 
     def vault(self, store: Store) -> Vault:
         self.generation += 1
-        return Vault(self.generation, self.ledger, store)
+        return Vault(self.generation, self.ledger, store, slots=self.slots)
 
     def revived(self) -> tuple[Vault, HolderStore]:
         """The next life, in this process."""
         store = HolderStore(self.holder)
         vault = self.vault(store)
-        vault.revive(store.all(), {"slot0"}, self.sources)
+        vault.revive(store.all(), self.sources)
         return vault, store
 
     def live(self, die_at: int, body: Body) -> tuple[bool, list[str]]:
@@ -331,7 +332,7 @@ def test_a_revival_that_is_killed_is_revived_again(places: Callable[[], Place]) 
     def second(vault: Vault, tell: Tell) -> None:
         store = vault.keeping.store
         assert isinstance(store, SteppingStore)
-        vault.revive(store.inner.all(), {"slot0"}, {})
+        vault.revive(store.inner.all(), {})
         tell("revived")
 
     n = 0
@@ -339,6 +340,7 @@ def test_a_revival_that_is_killed_is_revived_again(places: Callable[[], Place]) 
         n += 1
         place = places()
         assert place.live(0, first) == (False, ["leased 0"])
+        place.slots = frozenset({"slot0"})
         killed, told = place.live(n, second)
         vault, store = place.revived()
         info = vault.arenas.entry("slot0", 0).info()

@@ -22,8 +22,8 @@ from tests.support.wait import eventually
 
 SIZE = 1 << 20
 
-# Holds the lease and counts in the first 8 bytes of the arena, a thousand times a second: what a main's decoding is to the
-# owner. Says each connection that was mended.
+# Holds the lease and counts in the first 8 bytes of the arena, a thousand times a second: what a main's decoding is to
+# the owner. Says each connection that was mended.
 STREAMER = """
 import sys
 import threading
@@ -138,6 +138,11 @@ class Owners(Stack):
         finally:
             admin.close()
 
+    def close_clients(self) -> None:
+        for client in self._clients:
+            client.close()
+        self._clients.clear()
+
     def stop(self) -> None:
         for process in self.children:
             process.kill()
@@ -145,8 +150,7 @@ class Owners(Stack):
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
                 pipe.close()
-        for client in self._clients:
-            client.close()
+        self.close_clients()
         super().stop()
 
 
