@@ -103,6 +103,9 @@ class Router(_Section, frozen=True, kw_only=True):
 
 class Envkeeper(_Section, frozen=True, kw_only=True):
     """Limits are per sandbox; bytes, seconds, MiB as named. ``criu``: the binary, version 4.2 or later.
+    ``disk_mb``: of the upper layer, looked at once a second while it acts; 0 for none. ``pool``: sandboxes of the
+    configured image that wait, ready made. ``egress``: what sandboxes may be allowed at most, as
+    ADDRESS[/BITS]:PORT[-PORT][/tcp|udp]; ``bridge``: the Docker network of those that are allowed something.
     ``disk_budget_mb``: of all checkpoints (0: none); above it the oldest go down to ``disk_low_mb`` (0: 80 % of it).
     ``checkpoint_ttl_s``: age at which a checkpoint goes that no living sandbox has READY (0: never).
     ``encrypt_key_file``: 32 bytes or 64 hex digits, or env:NAME; checkpoints are then sealed on disk."""
@@ -115,6 +118,11 @@ class Envkeeper(_Section, frozen=True, kw_only=True):
     memory_mb: PositiveInt = 512
     cpus: Positive = 1.0
     pids: PositiveInt = 256
+    disk_mb: Annotated[int, Meta(ge=0)] = 0
+    hostname: Text = "sandbox"
+    pool: Annotated[int, Meta(ge=0)] = 0
+    egress: tuple[str, ...] = ()
+    bridge: Text = "bridge"
     action_timeout_s: Positive = 60.0
     checkpoint_timeout_s: Positive = 60.0
     restore_timeout_s: Positive = 60.0
@@ -129,6 +137,7 @@ class Envkeeper(_Section, frozen=True, kw_only=True):
 class Policy(_Section, frozen=True, kw_only=True):
     """``repeat_window_s``: a second failure this soon after a handover means hardware (promise R7).
     ``restart_budget``: failed starts of a shadow in a row before the slot is left unprotected and says so.
+    ``follow_deadline_s``: how long a worker may take to verify and map the next weight version.
     ``alert_command``: program and arguments to run at an alert, which it finds as JSON on its standard input."""
 
     repeat_window_s: Positive = 60.0
@@ -138,6 +147,7 @@ class Policy(_Section, frozen=True, kw_only=True):
     restart_budget: PositiveInt = 3
     restart_backoff_s: Positive = 1.0
     owner_deadline_s: Positive = 120.0
+    follow_deadline_s: Positive = 120.0
     alert_command: tuple[Text, ...] = ()
 
 

@@ -69,12 +69,29 @@ class Sandbox:
         memory_mb: int = 0,
         cpus: float = 0.0,
         pids: int = 0,
+        disk_mb: int = 0,
         env: dict[str, str] | None = None,
+        user: str = "",
+        hostname: str = "",
+        allow: Sequence[str] = (),
+        labels: dict[str, str] | None = None,
         paths: Paths | None = None,
     ) -> Self:
-        """A fresh sandbox; "" and 0 mean what the configuration says. Raises HostUnfit, Refused."""
+        """A fresh sandbox, as said at ``CreateSandbox``. Raises HostUnfit, Refused."""
         client, sock = _connect(paths)
-        ask = CreateSandbox(image=image, name=name, memory_mb=memory_mb, cpus=cpus, pids=pids, env=env or {})
+        ask = CreateSandbox(
+            image=image,
+            name=name,
+            memory_mb=memory_mb,
+            cpus=cpus,
+            pids=pids,
+            disk_mb=disk_mb,
+            env=env or {},
+            user=user,
+            hostname=hostname,
+            allow=tuple(allow),
+            labels=labels or {},
+        )
         return cls(client, client.call(ask, SandboxInfo, _LONG_S), sock)
 
     @classmethod

@@ -16,6 +16,7 @@ from envkeeper import freezer, marks
 from envkeeper.agentlink import AgentLink, AgentStatus
 from envkeeper.core import State, after_restart
 from envkeeper.engine import Life
+from envkeeper.host import owner_of
 from envkeeper.keeper import Box, Keeper
 from envkeeper.records import SandboxRecord
 from envkeeper.restore import Restorer
@@ -33,12 +34,18 @@ async def adopt(keeper: Keeper, restorer: Restorer) -> None:
         if box.record.state is not State.DESTROYED:
             keeper.boxes[record.sandbox_id] = box
             known.add(box.record.container_id)
-    for container_id in await keeper.thread(keeper.host.engine.ours):
-        if container_id not in known:
+    for container_id, name in (await keeper.thread(keeper.host.engine.ours)).items():
+        if container_id not in known and not _holds(keeper, name):
             keeper.log.info("removing a container of no record", container=container_id[:12])
             await keeper.thread(keeper.host.engine.remove, container_id)
-    marks.sweep(await keeper.thread(keeper.host.engine.everything))
+    marks.sweep(owner_of(keeper.paths), set(await keeper.thread(keeper.host.engine.ours)))
     keeper.lives.sweep({box.record.incarnation for box in keeper.boxes.values()})
+
+
+def _holds(keeper: Keeper, name: str) -> bool:
+    """Whether "+ID" is the holder of a sandbox that still is."""
+    box = keeper.boxes.get(name[1:]) if name.startswith("+") else None
+    return box is not None and bool(box.record.recipe.allow)
 
 
 async def _one(keeper: Keeper, box: Box) -> None:

@@ -46,7 +46,7 @@ def examine(config: Envkeeper, prefix: Path = host.PREFIX) -> list[str]:
 def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
     engine, name = found.engine, "doctor"
     recipe = Recipe(
-        image_id=engine.pin(config.image),
+        image_id=engine.pin(config.image)[0],
         agent=str(found.agent),
         hostname=name,
         memory_mb=config.memory_mb,

@@ -19,8 +19,8 @@ import docker
 import docker.errors
 import requests
 
-from belayer.errors import BelayerError, HostUnfit, RestoreFailed, SandboxLost
-from envkeeper import lives, marks
+from belayer.errors import BelayerError, HostUnfit, Refused, RestoreFailed, SandboxLost
+from envkeeper import admission, lives, marks, network, seccomp
 from envkeeper.recipe import Recipe
 
 AGENT_IN_SANDBOX = "/.belayer/agent"
@@ -36,14 +36,16 @@ class Life:
     pid: int
     upper: Path
     merged: Path
+    holder_pid: int = 0  # of the container that holds its network, 0 for none
 
 
 class Engine:
     """``url``: Docker's socket. ``runtime``: the name under which our OCI runtime is registered. ``owner``: label
-    value that tells this root's containers from those of another envkeeper on the same host."""
+    value that tells this root's containers from those of another envkeeper on the same host. ``bridge``: the Docker
+    network of holders."""
 
-    def __init__(self, url: str, runtime: str, owner: str) -> None:
-        self._url, self._runtime, self._owner = url, runtime, owner
+    def __init__(self, url: str, runtime: str, owner: str, bridge: str = "bridge") -> None:
+        self._url, self._runtime, self._owner, self._bridge = url, runtime, owner, bridge
         self._local = threading.local()  # the HTTP session underneath is not made for threads
 
     def check(self) -> dict[str, str]:
@@ -71,9 +73,10 @@ class Engine:
             "data_root": info.get("DockerRootDir", ""),
         }
 
-    def pin(self, image: str) -> str:
-        """Content id of ``image``. Raises HostUnfit when it is not here, or when what it asks for cannot be
-        checkpointed (volumes live outside of the upper layer)."""
+    def pin(self, image: str) -> tuple[str, str]:
+        """(content id of ``image``, the user that it names). Raises HostUnfit when it is not here, or when what it
+        asks for cannot be checkpointed (volumes live outside of the upper layer). Its health check, entry point and
+        command are not used."""
         with self._names_faults():
             try:
                 found = self._client().inspect_image(image)
@@ -87,41 +90,106 @@ class Engine:
                 f"image {image} declares volumes ({', '.join(config['Volumes'])}): their content is in no checkpoint",
                 remedy="build it without VOLUME",
             )
-        return str(found["Id"])
+        return str(found["Id"]), str(config.get("User") or "")
 
     def create(self, recipe: Recipe, sandbox_id: str, incarnation: str, told: Path | None = None) -> str:
-        """A created, not started container; its id. ``told``: the folder of envkeeper.lives for this life."""
-        client = self._client()
+        """A created, not started container; its id. ``told``: the folder of envkeeper.lives for this life. With an
+        allow-list its holder is made, or made again, first."""
+        holder = self.holder(sandbox_id, recipe) if recipe.allow else ""
         binds = {recipe.agent: {"bind": AGENT_IN_SANDBOX, "mode": "ro"}}
         if told is not None:
             binds[str(told)] = {"bind": lives.IN_SANDBOX, "mode": "ro"}
+        client = self._client()
         with self._names_faults():
             host = client.create_host_config(
-                network_mode="none",
+                network_mode=f"container:{holder}" if holder else "none",
                 mem_limit=recipe.memory_mb << 20,
                 memswap_limit=recipe.memory_mb << 20,
                 cpu_period=100_000,
                 cpu_quota=max(1_000, int(recipe.cpus * 100_000)),
                 pids_limit=recipe.pids,
                 binds=binds,
-                runtime=self._runtime,
-                log_config={"Type": "json-file", "Config": {"max-size": "1m", "max-file": "1"}},
-                security_opt=["no-new-privileges:true"],
                 ipc_mode="private",
+                # With the network of others to write into, raw sockets are no longer its own affair.
+                cap_drop=["AUDIT_WRITE", "NET_RAW"] if holder else ["AUDIT_WRITE"],
+                **self._sealed(),
             )
             made = client.create_container(
                 recipe.image_id,
                 entrypoint=[AGENT_IN_SANDBOX],
                 command=[],
-                hostname=recipe.hostname,
+                user="0:0",  # the agent's; actions run as the image's user, or as the one that they name
+                hostname=None if holder else recipe.hostname,  # it shares the holder's, which has this name
                 environment=recipe.env,
                 host_config=host,
                 healthcheck={"test": ["NONE"]},
-                labels={LABEL: self._owner, f"{LABEL}.sandbox": sandbox_id, f"{LABEL}.incarnation": incarnation},
+                labels=self._labels(sandbox_id, "sandbox", incarnation) | dict(recipe.labels),
                 stdin_open=False,
                 tty=False,
             )
+        marks.born(str(made["Id"]), self._owner)
         return str(made["Id"])
+
+    def holder(self, sandbox_id: str, recipe: Recipe) -> str:
+        """Id of the running holder of this sandbox, with its rules written and read back. Raises HostUnfit."""
+        found = [row for row in self._ours() if _is_holder(row, sandbox_id)]
+        for row in found:
+            pid = self._pid(row["Id"])
+            if pid:
+                network.close(pid, recipe.allow)
+                return str(row["Id"])
+            self.remove(row["Id"])
+        client = self._client()
+        with self._names_faults():
+            made = client.create_container(
+                recipe.image_id,
+                entrypoint=[AGENT_IN_SANDBOX, "hold"],
+                command=[],
+                user="65534:65534",
+                hostname=recipe.hostname,
+                environment={},
+                host_config=client.create_host_config(
+                    network_mode=self._bridge,
+                    dns=network.resolvers(recipe.allow),
+                    mem_limit=16 << 20,
+                    memswap_limit=16 << 20,
+                    pids_limit=8,
+                    binds={recipe.agent: {"bind": AGENT_IN_SANDBOX, "mode": "ro"}},
+                    cap_drop=["ALL"],
+                    **self._sealed(),
+                ),
+                healthcheck={"test": ["NONE"]},
+                labels=self._labels(sandbox_id, "holder"),
+            )
+            client.start(made["Id"])  # nothing of the sandbox is in it yet: it may be open until the next line
+        try:
+            network.close(self._pid(made["Id"]), recipe.allow)
+        except HostUnfit:
+            self.remove(made["Id"])
+            raise
+        return str(made["Id"])
+
+    def remove_holders(self, sandbox_id: str) -> None:
+        for row in self._ours():
+            if _is_holder(row, sandbox_id):
+                self.remove(row["Id"])
+
+    def _pid(self, container_id: str) -> int:
+        try:
+            return int(self._inspect(container_id)["State"]["Pid"])
+        except SandboxLost:
+            return 0
+
+    def _sealed(self) -> dict[str, Any]:
+        return {
+            "runtime": self._runtime,
+            "log_config": {"Type": "json-file", "Config": {"max-size": "1m", "max-file": "1"}},
+            "security_opt": ["no-new-privileges:true", f"seccomp={seccomp.profile()}"],
+        }
+
+    def _labels(self, sandbox_id: str, role: str, incarnation: str = "") -> dict[str, str]:
+        ours = {LABEL: self._owner, f"{LABEL}.sandbox": sandbox_id, f"{LABEL}.role": role}
+        return ours | ({f"{LABEL}.incarnation": incarnation} if incarnation else {})
 
     def upper_of(self, container_id: str) -> tuple[Path, Path]:
         """(upper layer, merged root) of a container that exists."""
@@ -145,8 +213,39 @@ class Engine:
                 f"container {container_id[:12]} is {state['Status']} (exit code {state['ExitCode']}"
                 f"{', out of memory' if state.get('OOMKilled') else ''})"
             )
+        holder = self._holder_of(seen)
+        self._admit(seen, int(state["Pid"]), holder)
         data = seen["GraphDriver"]["Data"]
-        return Life(container_id, int(state["Pid"]), Path(data["UpperDir"]), Path(data["MergedDir"]))
+        return Life(
+            container_id,
+            int(state["Pid"]),
+            Path(data["UpperDir"]),
+            Path(data["MergedDir"]),
+            self._pid(holder) if holder else 0,
+        )
+
+    def _holder_of(self, seen: dict[str, Any]) -> str:
+        """Id of the holder whose network a container shares; "" when it shares none, or that of a stranger."""
+        mode = str(seen["HostConfig"].get("NetworkMode") or "")
+        holder = mode.removeprefix("container:") if mode.startswith("container:") else ""
+        if not holder:
+            return ""
+        labels = self._inspect(holder)["Config"]["Labels"] or {}
+        ours = labels.get(LABEL) == self._owner and labels.get(f"{LABEL}.role") == "holder"
+        return holder if ours else ""
+
+    def _admit(self, seen: dict[str, Any], pid: int, holder: str) -> None:
+        """Raises Refused with every name of what the life cannot keep (promises E4, E7)."""
+        try:
+            inside = admission.look(pid)
+        except (FileNotFoundError, ProcessLookupError) as why:
+            raise SandboxLost(f"container {seen['Id'][:12]} ended at once") from why
+        found = admission.check(seen, inside, runtime=self._runtime, bound=BOUND, holder=holder)
+        if found:
+            raise Refused(
+                f"container {seen['Id'][:12]} cannot be a sandbox: {'; '.join(map(str, found))}",
+                remedy="see docs/operations.md, sandboxes",
+            )
 
     def why_dead(self, container_id: str) -> str:
         """For people: exit code and out-of-memory mark, as far as Docker still knows."""
@@ -169,15 +268,14 @@ class Engine:
         marks.forget(container_id)
 
     def ours(self) -> dict[str, str]:
-        """Container id -> sandbox id of all containers of this root, running or not."""
-        with self._names_faults():
-            found = self._client().containers(all=True, filters={"label": f"{LABEL}={self._owner}"})
-        return {row["Id"]: row["Labels"].get(f"{LABEL}.sandbox", "") for row in found}
+        """Container id -> sandbox id of all containers of this root, running or not. A holder has the id of its
+        sandbox behind a "+"."""
+        return {row["Id"]: ("+" if _is_holder(row) else "") + row["Labels"].get(f"{LABEL}.sandbox", "")
+                for row in self._ours()}  # fmt: skip
 
-    def everything(self) -> set[str]:
-        """Ids of all containers of this Docker, whoever made them."""
+    def _ours(self) -> list[dict[str, Any]]:
         with self._names_faults():
-            return {row["Id"] for row in self._client().containers(all=True)}
+            return list(self._client().containers(all=True, filters={"label": f"{LABEL}={self._owner}"}))
 
     def _inspect(self, container_id: str) -> dict[str, Any]:
         with self._names_faults():
@@ -203,6 +301,11 @@ class Engine:
             raise HostUnfit(
                 f"Docker does not answer at {self._url}", remedy="start dockerd, or set envkeeper.docker"
             ) from why
+
+
+def _is_holder(row: dict[str, Any], sandbox_id: str = "") -> bool:
+    labels = row["Labels"]
+    return labels.get(f"{LABEL}.role") == "holder" and sandbox_id in ("", labels.get(f"{LABEL}.sandbox"))
 
 
 class EngineFault(BelayerError):

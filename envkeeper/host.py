@@ -10,7 +10,7 @@ from pathlib import Path
 from belayer.config import Envkeeper
 from belayer.errors import HostUnfit
 from belayer.paths import Paths
-from envkeeper import marks
+from envkeeper import marks, seccomp
 from envkeeper.criu import Criu, search_path
 from envkeeper.engine import Engine
 
@@ -40,8 +40,8 @@ def inspect(config: Envkeeper, paths: Paths, prefix: Path = PREFIX) -> Host:
     search = search_path(binary, prefix / "lib" / "criu-path")
     criu = Criu(binary, search)
     version = ".".join(map(str, criu.version()))
-    engine = Engine(config.docker, config.runtime, owner_of(paths))
-    versions = engine.check() | {"criu": version, "agent": agent.name}
+    engine = Engine(config.docker, config.runtime, owner_of(paths), config.bridge)
+    versions = engine.check() | {"criu": version, "agent": agent.name, "seccomp": seccomp.digest()}
     if not Path(versions["data_root"]).is_dir():
         raise HostUnfit(
             f"Docker keeps its containers in {versions['data_root']}, which is not on this host",

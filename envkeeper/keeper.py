@@ -11,7 +11,9 @@ Docker, CRIU, copies) runs in threads; all states change in the event loop only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -37,7 +39,7 @@ from belayer.messages.sandbox import (
 )
 from belayer.paths import Paths
 from belayer.procs import boot_id, start_time
-from envkeeper import freezer, restore
+from envkeeper import freezer, network, restore
 from envkeeper.agentlink import AgentLink, open_pidfd
 from envkeeper.core import Event, Go, Refuse, State, decide
 from envkeeper.engine import Life
@@ -45,6 +47,7 @@ from envkeeper.failpoints import Point, reach
 from envkeeper.host import Host
 from envkeeper.lineage import Lineage
 from envkeeper.lives import Lives
+from envkeeper.pool import Pool, Waiting
 from envkeeper.recipe import Recipe
 from envkeeper.records import Records, SandboxRecord
 from envkeeper.seal import seal_of
@@ -62,6 +65,7 @@ class Box:
     store: Store
     life: Life | None = None
     pidfd: int = -1
+    holder_fd: int = -1  # pidfd of the container that holds its network, -1 for none
     link: AgentLink | None = None
     ready: Manifest | None = None
     ready_digest: str = ""
@@ -80,35 +84,30 @@ class Keeper:
         self.lives, self.story = Lives(paths.run / "lives"), Story(paths.incidents, log)
         self.seal = seal_of(config, paths)
         paths.checkpoints.mkdir(mode=0o700, exist_ok=True)
-        self._pool = ThreadPoolExecutor(max_workers=256, thread_name_prefix="env")
+        self._threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="env")
         self._chores: set[asyncio.Future[None]] = set()
+        self.pool = Pool(config.pool, self.thread, self._make, self._drop, log)
 
     # ---- requests ----
 
     async def create(self, ask: CreateSandbox) -> Box:
         sandbox_id = ask.name or new_sandbox_id()
         self.check_name(sandbox_id)
-        recipe = Recipe(
-            image_id="",
-            agent=str(self.host.agent),
-            hostname=sandbox_id,
-            memory_mb=ask.memory_mb or self.config.memory_mb,
-            cpus=ask.cpus or self.config.cpus,
-            pids=ask.pids or self.config.pids,
-            env=ask.env,
-        )
+        recipe = self._recipe(ask)
         record = SandboxRecord(
             sandbox_id=sandbox_id, state=State.CREATING, incarnation=f"{sandbox_id}.1", lives=1, recipe=recipe
         )
         box = self.boxes[sandbox_id] = Box(record, self.store_of(sandbox_id))
         try:
-            image_id = await self.thread(self.host.engine.pin, ask.image or self.config.image)
-            box.record = msgspec.structs.replace(record, recipe=msgspec.structs.replace(recipe, image_id=image_id))
-            life, pidfd, link = await self.thread(self._make, box)
+            pinned = await self.thread(self._pin, recipe, ask.image)
+            box.record = msgspec.structs.replace(record, recipe=pinned)
+            waiting = self.pool.take(pinned)
+            life, pidfd, link = (
+                await self.thread(self._name, box, waiting) if waiting else await self.thread(self._make_box, box)
+            )
         except BelayerError:
             self.go(box, Event.CREATE_FAILED, "could not be made")
-            await self.thread(self.clear, box)
-            del self.boxes[sandbox_id]
+            await self.finish(box)
             raise
         self.live(box, life, pidfd, link)
         born = Birth(incarnation=record.incarnation, sandbox_id=sandbox_id, kind="created", at=round(wall(), 3))
@@ -131,6 +130,23 @@ class Keeper:
         async with box.publishing, box.gate:  # an action that was in flight has told its caller by now
             await self.thread(self.clear, box)
         self.boxes.pop(ask.sandbox_id, None)
+
+    async def finish(self, box: Box) -> None:
+        """Remove what is left of a destroyed sandbox. When Docker is away it stays listed as destroyed, and is tried
+        again now and then and at the next start."""
+        try:
+            await self.thread(self.clear, box)
+        except BelayerError as why:
+            self.log.error("not removed yet", sandbox=box.record.sandbox_id, why=str(why))
+        else:
+            self.boxes.pop(box.record.sandbox_id, None)
+
+    async def finish_all(self) -> None:
+        """Those whose removal failed; one whose destroy is under way holds its gate."""
+        for box in list(self.boxes.values()):
+            if box.record.state is State.DESTROYED and not box.gate.locked():
+                async with box.gate:
+                    await self.finish(box)
 
     # ---- for requests and adoption ----
 
@@ -197,46 +213,122 @@ class Keeper:
             boot_id=boot_id(),
         )
         asyncio.get_running_loop().add_reader(pidfd, self._died, box, pidfd)
+        if life.holder_pid:
+            self._watch_holder(box, life.holder_pid)
+
+    def _watch_holder(self, box: Box, pid: int) -> None:
+        """Without its holder a sandbox has no network any more, and nothing inside would be told: it must end."""
+        try:
+            box.holder_fd = open_pidfd(pid)
+        except SandboxLost:
+            self._holder_died(box, -1)
+            return
+        asyncio.get_running_loop().add_reader(box.holder_fd, self._holder_died, box, box.holder_fd)
+
+    def _holder_died(self, box: Box, fd: int) -> None:
+        if fd >= 0:
+            asyncio.get_running_loop().remove_reader(fd)
+        self.log.error("the holder of its network died: ending the sandbox", sandbox=box.record.sandbox_id)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(box.pidfd, signal.SIGKILL)
 
     async def thread(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     async def close(self) -> None:
         """Leave all sandboxes running. Calls in flight end; their actions' fate is decided at the next start."""
         for box in self.boxes.values():
             if box.link is not None:
                 box.link.abort()
+        await self.pool.close()
         if self._chores:
             await asyncio.wait(self._chores, timeout=10)
         self.story.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- inside ----
 
-    def _make(self, box: Box) -> tuple[Life, int, AgentLink]:
+    def _recipe(self, ask: CreateSandbox) -> Recipe:
+        """Without what only Docker knows. Raises Refused for an egress that this host does not allow."""
+        return Recipe(
+            image_id="",
+            agent=str(self.host.agent),
+            hostname=ask.hostname or self.config.hostname,
+            memory_mb=ask.memory_mb or self.config.memory_mb,
+            cpus=ask.cpus or self.config.cpus,
+            pids=ask.pids or self.config.pids,
+            env=ask.env,
+            user=ask.user,
+            allow=network.permit(ask.allow, self.config.egress),
+            labels=tuple(sorted(ask.labels.items())),
+            disk_mb=ask.disk_mb or self.config.disk_mb,
+        )
+
+    def _pin(self, recipe: Recipe, image: str) -> Recipe:
+        image_id, user = self.host.engine.pin(image or self.config.image)
+        return msgspec.structs.replace(recipe, image_id=image_id, user=recipe.user or user)
+
+    async def fill_pool(self) -> None:
+        """Begin to keep the pool full. Raises HostUnfit."""
+        recipe = await self.thread(self._pin, self._recipe(CreateSandbox()), "")
+        self.pool.start(recipe, self._hurried)
+
+    def _hurried(self) -> bool:
+        busy = (State.CAPTURING, State.RESTORING)
+        return any(box.publishing.locked() or box.record.state in busy for box in self.boxes.values())
+
+    def _make_box(self, box: Box) -> tuple[Life, int, AgentLink]:
+        def made(container_id: str) -> None:
+            box.record = msgspec.structs.replace(box.record, container_id=container_id)
+            self.records.save(box.record, durable=True)
+            reach(Point.CREATE_RECORDED)
+
+        record = box.record
+        return self._make(record.recipe, record.sandbox_id, record.incarnation, made)
+
+    def _make(
+        self, recipe: Recipe, sandbox_id: str, incarnation: str, made: Callable[[str], None] = lambda _: None
+    ) -> tuple[Life, int, AgentLink]:
+        """A started container whose agent answers. What fails is removed by whoever has its id, or by its label."""
         engine = self.host.engine
-        told = self.lives.make(box.record.incarnation)
-        container_id = engine.create(box.record.recipe, box.record.sandbox_id, box.record.incarnation, told)
-        box.record = msgspec.structs.replace(box.record, container_id=container_id)
-        self.records.save(box.record, durable=True)
-        reach(Point.CREATE_RECORDED)
-        engine.start(container_id)
-        reach(Point.CREATE_STARTED)
-        life = engine.life(container_id)
-        pidfd = open_pidfd(life.pid)
-        link = AgentLink(life.pid, pidfd)
+        container_id = engine.create(recipe, sandbox_id, incarnation, self.lives.make(incarnation))
+        made(container_id)
         try:
-            link.wait_ready(self.config.restore_timeout_s)
+            engine.start(container_id)
+            reach(Point.CREATE_STARTED)
+            life = engine.life(container_id)
+            pidfd = open_pidfd(life.pid)
+            try:
+                link = AgentLink(life.pid, pidfd)
+                link.wait_ready(self.config.restore_timeout_s)
+            except BelayerError:
+                os.close(pidfd)
+                raise
         except BelayerError:
-            os.close(pidfd)
+            engine.remove(container_id)
             raise
         return life, pidfd, link
+
+    def _name(self, box: Box, waiting: Waiting) -> tuple[Life, int, AgentLink]:
+        """A sandbox of the pool becomes this one: on record before anything is told of it."""
+        self.lives.rename(waiting.born, box.record.incarnation)
+        box.record = msgspec.structs.replace(box.record, container_id=waiting.life.container_id)
+        self.records.save(box.record, durable=True)
+        reach(Point.CREATE_RECORDED)
+        return waiting.life, waiting.pidfd, waiting.link
+
+    def _drop(self, waiting: Waiting) -> None:
+        os.close(waiting.pidfd)
+        self.host.engine.remove(waiting.life.container_id)
+        self.lives.remove(waiting.born)
 
     def clear(self, box: Box) -> None:
         """The end of a sandbox on disk; its record goes last, so that a killed envkeeper does it again."""
         for container_id in (box.record.container_id, box.record.making):
             if container_id:
                 self.host.engine.remove(container_id)
+        if box.record.recipe.allow:
+            self.host.engine.remove_holders(box.record.sandbox_id)
         reach(Point.DESTROY_REMOVED)
         if not box.record.keep:
             box.store.destroy()
@@ -259,7 +351,10 @@ class Keeper:
         if box.pidfd >= 0:
             asyncio.get_running_loop().remove_reader(box.pidfd)
             os.close(box.pidfd)
-        box.life, box.pidfd, box.link = None, -1, None
+        if box.holder_fd >= 0:
+            asyncio.get_running_loop().remove_reader(box.holder_fd)
+            os.close(box.holder_fd)
+        box.life, box.pidfd, box.link, box.holder_fd = None, -1, None, -1
 
     def _died(self, box: Box, pidfd: int) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)

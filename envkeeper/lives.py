@@ -37,6 +37,13 @@ class Lives:
             path.chmod(0o755 if path.is_dir() else 0o444)
         return folder
 
+    def rename(self, old: str, new: str) -> None:
+        """The life that was made as ``old`` becomes ``new``. What is mounted follows its folder; the name inside is
+        written over in place, and nobody has read it: nothing has run there yet."""
+        (self._root / old).rename(self._root / new)
+        with (self._root / new / "incarnation").open("r+") as file:
+            file.write(f"{new:<{_NAME_BYTES - 1}}\n")
+
     def remove(self, incarnation: str) -> None:
         shutil.rmtree(self._root / incarnation, ignore_errors=True)
 

@@ -17,4 +17,6 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     pids: int
     env: dict[str, str]
     user: str = ""  # of its actions where they name none; PID 1 itself is root
+    allow: tuple[str, ...] = ()  # egress, as envkeeper.network reads it; () is no network at all
+    labels: tuple[tuple[str, str], ...] = ()
     disk_mb: int = 0  # what the upper layer may hold; 0: no limit

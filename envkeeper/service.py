@@ -153,6 +153,7 @@ async def run(config: Config, paths: Paths, stop: asyncio.Event, prefix: Path = 
     prefixes = Prefixes(keeper)
     await adopt(keeper, prefixes.restorer)
     server = Server(paths.envkeeper_sock, m.Request, Service(keeper, Acting(keeper), prefixes).handle)
+    await keeper.fill_pool()
     logger.info("ready", sandboxes=len(keeper.boxes), **found.versions)
     notify("READY=1")
     collecting = asyncio.ensure_future(prefixes.collector.run_for_ever(_COLLECT_EVERY_S))

@@ -6,14 +6,22 @@ from belayer.messages.common import Done, ErrorReply, FaultProof, Message, Ping,
 
 
 class CreateSandbox(Message, frozen=True, kw_only=True, tag=True):
-    """A fresh sandbox from ``image`` ("" for the configured one). Limits of 0 mean the configured ones."""
+    """A fresh sandbox from ``image`` ("" for the configured one). Limits of 0 and a ``hostname`` of "" mean the
+    configured ones. ``user``: of its actions, "" for the one that the image names. ``allow``: egress, as
+    ADDRESS[/BITS]:PORT[-PORT][/tcp|udp], within what the host's configuration allows; () is no network at all.
+    ``labels`` go to its container."""
 
     image: str = ""
     name: str = ""
     memory_mb: int = 0
     cpus: float = 0.0
     pids: int = 0
+    disk_mb: int = 0
     env: dict[str, str] = {}
+    user: str = ""
+    hostname: str = ""
+    allow: tuple[str, ...] = ()
+    labels: dict[str, str] = {}
 
 
 class SandboxInfo(Message, frozen=True, kw_only=True, tag=True):

@@ -18,8 +18,8 @@
 #define PART (256u << 10)
 
 static int open_inside(const char *path, uint64_t flags, uint64_t mode) {
-    struct open_how how = { .flags = flags | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, .mode = mode,
-                            .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS };
+    struct open_how how = { .flags = flags | O_CLOEXEC, .mode = mode, .resolve = RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS };
+    if (!(flags & O_PATH)) how.flags |= O_NONBLOCK | O_NOCTTY;      /* a fifo must not hold us up; openat2 is strict */
     int root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC);
     int fd = root < 0 ? -1 : (int)syscall(SYS_openat2, root, path, &how, sizeof how);
     int kept = errno;

@@ -1,0 +1,105 @@
+"""Sandboxes made before they are asked for, all of the configured image and limits.
+
+One waits in its container with its agent running; to be asked for is to be given a name. Refilled one at a time, never
+while a checkpoint or a restore waits for the same disk and Docker. They are in no record: what a crash leaves behind is
+removed by its label at the next start, and a daemon that ends takes them along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from belayer.errors import BelayerError
+from belayer.ids import new_sandbox_id
+from belayer.procs import is_dead
+from envkeeper.agentlink import AgentLink
+from envkeeper.engine import Life
+from envkeeper.recipe import Recipe
+
+_PAUSE_S = 0.25  # how often a refill that holds back looks again
+_AFTER_FAILURE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """``born`` names the folder of envkeeper.lives that is mounted in it, until it has a name of its own."""
+
+    born: str
+    life: Life
+    pidfd: int
+    link: AgentLink
+
+
+Make = Callable[[Recipe, str, str], tuple[Life, int, AgentLink]]
+
+
+class Pool:
+    """``make(recipe, sandbox id, incarnation)`` and ``drop(waiting)`` block and are run in threads by ``thread``;
+    ``hurried`` says whether somebody waits for a checkpoint or a restore."""
+
+    def __init__(self, size: int, thread: Any, make: Make, drop: Callable[[Waiting], None], log: Any) -> None:
+        self._size, self._thread, self._make, self._drop, self._log = size, thread, make, drop, log
+        self._waiting: deque[Waiting] = deque()
+        self._wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._recipe: Recipe | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def start(self, recipe: Recipe, hurried: Callable[[], bool]) -> None:
+        if self._size:
+            self._recipe = recipe
+            self._task = asyncio.get_running_loop().create_task(self._refill(hurried))
+
+    def take(self, recipe: Recipe) -> Waiting | None:
+        """One that is exactly of ``recipe`` and alive, or None."""
+        found = None
+        while recipe == self._recipe and self._waiting and found is None:
+            found = self._waiting.popleft()
+            if is_dead(found.pidfd):
+                self._thread_later(found)
+                found = None
+        self._wanted.set()
+        return found
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        while self._waiting:
+            await self._thread(self._drop, self._waiting.popleft())
+
+    def _thread_later(self, dead: Waiting) -> None:
+        self._log.warning("a waiting sandbox had died", container=dead.life.container_id[:12])
+        os.close(dead.pidfd)  # its container is removed by label at the next start
+
+    async def _refill(self, hurried: Callable[[], bool]) -> None:
+        assert self._recipe is not None
+        while True:
+            self._wanted.clear()
+            while len(self._waiting) < self._size:
+                if hurried():
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
+                born = f"pool-{new_sandbox_id()}"
+                making = asyncio.ensure_future(self._thread(self._make, self._recipe, born, born))
+                try:
+                    life, pidfd, link = await asyncio.shield(making)
+                except asyncio.CancelledError:
+                    # A container half made must not outlive us: its maker ends first.
+                    for made in await asyncio.gather(making, return_exceptions=True):
+                        if isinstance(made, tuple):
+                            await self._thread(self._drop, Waiting(born, *made))
+                    raise
+                except BelayerError as why:
+                    self._log.warning("the pool is not refilled", why=str(why))
+                    await asyncio.sleep(_AFTER_FAILURE_S)
+                    continue
+                self._waiting.append(Waiting(born, life, pidfd, link))
+            await self._wanted.wait()
