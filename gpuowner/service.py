@@ -110,7 +110,7 @@ class Service:
             loop.add_reader(entry.holder_pidfd, self._orphan_died, entry, entry.holder_pidfd)
         self._watch_store()
         try:
-            await asyncio.Event().wait()
+            await self._broken_invariant(loop)
         finally:
             if self._renewal is not None:
                 self._renewal.cancel()
@@ -119,6 +119,19 @@ class Service:
             for peer in list(self._peers.values()):
                 self._drop(peer, "the owner stops")
             self._path.unlink(missing_ok=True)
+
+    @staticmethod
+    async def _broken_invariant(loop: asyncio.AbstractEventLoop) -> None:
+        """Until cancelled, or until a callback raises what nobody expected: then this life ends with its traceback, and
+        the next one adopts what is held. asyncio alone would only log it and leave a peer without an answer."""
+        broken: asyncio.Future[None] = loop.create_future()
+
+        def ended(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+            if not broken.done():
+                broken.set_exception(context.get("exception") or RuntimeError(context["message"]))
+
+        loop.set_exception_handler(ended)
+        await broken
 
     def _accept(self) -> None:
         try:
