@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 
 from belayer.clock import monotonic
-from belayer.errors import DaemonUnreachable, HandoverFailed, LeaseRefused, OwnerGone, WeightsTorn, WorkerGone
+from belayer.config import Policy
+from belayer.errors import (
+    DaemonUnreachable,
+    HandoverFailed,
+    LeaseRefused,
+    OwnerGone,
+    WeightsBroken,
+    WeightsTorn,
+    WorkerGone,
+)
 from belayer.messages.common import Done
 from belayer.messages.owner import ArenaInfo
 from belayer.messages.router import (
@@ -22,6 +32,7 @@ from belayer.messages.worker import (
     BecomeMain,
     CheckOracle,
     FlushCache,
+    FollowWeights,
     Oracle,
     OracleReply,
     TakeArena,
@@ -57,6 +68,14 @@ class Target(msgspec.Struct, kw_only=True):
     device: str = CPU
 
 
+@dataclass(frozen=True)
+class Performed:
+    """``detail``: what was really done. ``oracle``: of the weight version that the worker has moved to."""
+
+    detail: str
+    oracle: Oracle | None = None
+
+
 class Actions:
     """Performs actions for all slots; ``perform`` returns what was really done, or raises a BelayerError."""
 
@@ -66,14 +85,15 @@ class Actions:
         router: Client,
         cgroups: Cgroups,
         gate: HealthGate,
-        step_deadline_s: float,
-        fence_deadline_s: float,
+        limits: Policy,
     ) -> None:
         self._paths, self._router, self._cgroups, self._gate = paths, router, cgroups, gate
-        self._step_s, self._fence_s = step_deadline_s, fence_deadline_s
-        self.weights = OwnerLink(paths, "weights", step_deadline_s)
-        self.kv = OwnerLink(paths, "kv", step_deadline_s)
-        self._table: dict[Action, Callable[[Target], Awaitable[str]]] = {
+        self._step_s, self._fence_s = limits.step_deadline_s, limits.fence_deadline_s
+        self._follow_s = limits.follow_deadline_s
+        self.weights = OwnerLink(paths, "weights", self._step_s)
+        self.kv = OwnerLink(paths, "kv", self._step_s)
+        self.held: set[str] = set()  # models whose bytes may be changing (belayerd.updates)
+        self._table: dict[Action, Callable[[Target], Awaitable[str | Performed]]] = {
             Action.UNREGISTER: self._unregister,
             Action.FENCE: self._fence,
             Action.OWNERS: self._owners,
@@ -86,11 +106,13 @@ class Actions:
             Action.REGISTER: self._register,
         }
 
-    async def perform(self, action: Action, target: Target) -> str:
+    async def perform(self, action: Action, target: Target) -> Performed:
         deadline = self._fence_s + 1 if BY_ACTION[action].fence_deadline else self._step_s
+        deadline += self._follow_s if action is Action.OWNERS else 0.0
         try:
             async with asyncio.timeout(deadline):
-                return await self._table[action](target)
+                done = await self._table[action](target)
+                return done if isinstance(done, Performed) else Performed(done)
         except TimeoutError as why:
             raise HandoverFailed(f"{action} did not end in {deadline:g} s") from why
 
@@ -126,21 +148,31 @@ class Actions:
             raise LeaseRefused(f"arena of {arena.slot} is {arena.state} (holder {arena.holder or 'none'})")
         return arena
 
-    async def _owners(self, target: Target) -> str:
+    async def _owners(self, target: Target) -> Performed:
         assert target.link is not None
         weights, kv = await asyncio.gather(self.weights.status(), self.kv.status())
         info = next((row for row in weights.weights if row.model == target.model), None)
         if info is None:
             raise OwnerGone(f"the weights owner (pid {weights.pid}) does not hold {target.model}")
-        if info.state != "sealed":
-            raise WeightsTorn(f"weights of {target.model} are {info.state}, not sealed")
-        worker = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
-        if worker.weights_digest != info.digest or worker.weight_version != info.version:
+        if target.model in self.held or (info.state != "sealed" and not info.staging):
+            # Being written in place, or torn: the next sealed version is waited for; requests wait within their bound.
             raise WeightsTorn(
+                f"an update of {target.model} is open ({info.state})", remedy="end the update, or publish again"
+            )
+        worker = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
+        oracle = None
+        if worker.weight_version < info.version:
+            # An update was committed while this one was a shadow: it follows now, and its oracle counts for all later.
+            message = FollowWeights(version=info.version)
+            oracle = (await target.link.call(message, OracleReply, self._follow_s)).oracle
+            worker = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
+        if worker.weights_digest != info.digest or worker.weight_version != info.version:
+            raise WeightsBroken(
                 f"{worker.worker_id} maps version {worker.weight_version} ({worker.weights_digest[:12]}), "
                 f"the owner holds {info.version} ({info.digest[:12]})"
             )
-        return f"weights pid {weights.pid} v{info.version} {info.digest[:12]}, kv pid {kv.pid}"
+        said = f"weights pid {weights.pid} v{info.version} {info.digest[:12]}, kv pid {kv.pid}"
+        return Performed(said, oracle)
 
     async def _health(self, target: Target) -> str:
         assert target.link is not None

@@ -33,6 +33,7 @@ class Cause(StrEnum):
     DEATH = "death"
     HANG = "hang"
     STUCK = "stuck"
+    WEIGHTS = "weights"  # it could not be brought to the sealed weights, which says nothing about the device
     OPERATOR = "operator"
 
 
@@ -131,15 +132,18 @@ class ActionDone(Event, frozen=True, kw_only=True):
     serial: int
     ms: float
     detail: str = ""
+    oracle: Oracle | None = None
 
 
 class ActionFailed(Event, frozen=True, kw_only=True):
-    """``worker_gone``: the candidate died under the action, which says nothing about the device."""
+    """``worker_gone``: the candidate died under the action, which says nothing about the device. ``not_yet``: what it
+    needs is being made (weights that are being written), which says nothing about the device either."""
 
     action: Action
     serial: int
     reason: str
     worker_gone: bool = False
+    not_yet: bool = False
 
 
 class HandoverAsked(Event, frozen=True, kw_only=True):
@@ -165,6 +169,13 @@ class ArenaGone(Event, frozen=True, kw_only=True):
 
 class Called(Event, frozen=True, kw_only=True):
     """A slot of the same model was quarantined: this spare takes its place."""
+
+
+class Followed(Event, frozen=True, kw_only=True):
+    """``worker_id`` computes with another weight version now, and this is its oracle."""
+
+    worker_id: str
+    oracle: Oracle
 
 
 # --- effects ----------------------------------------------------------------------------------------------------
@@ -258,4 +269,5 @@ EVENTS: tuple[type[Event], ...] = (
     RouterBack,
     ArenaGone,
     Called,
+    Followed,
 )

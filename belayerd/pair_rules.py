@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from belayer.messages.worker import Oracle
 from belayerd import policy
 from belayerd.handover import BY_ACTION, Action, OnFailure, plan_for
 from belayerd.pair import (
@@ -20,6 +21,7 @@ from belayerd.pair import (
     Cause,
     Effect,
     Event,
+    Followed,
     HandoverAsked,
     Kill,
     Pair,
@@ -126,12 +128,26 @@ def candidate_ready(pair: Pair, event: Event, now: float, limits: policy.Limits)
     running = pair.running
     if running is None:
         running = _first_main(event.worker_id, now)
-    if pair.oracle is None or pair.oracle.weight_version != event.oracle.weight_version:
-        # The first worker of a weight version records the oracle that all later ones must equal (R5).
-        pair = _set(pair, oracle=event.oracle)
+    pair = _newer(pair, event.oracle)
     if pair.spare:
         return _set(pair, state=State.RESERVE), [Save()]
     return _perform(_set(pair, state=State.HANDOVER, running=running))
+
+
+def _newer(pair: Pair, oracle: Oracle | None) -> Pair:
+    """The first worker of a weight version records the oracle that all later ones must equal (R5). One that comes
+    with an older version is brought to the last one by the handover, before its own oracle counts."""
+    if oracle is None or (pair.oracle is not None and pair.oracle.weight_version >= oracle.weight_version):
+        return pair
+    return _set(pair, oracle=oracle)
+
+
+def followed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
+    """A worker that serves, or is ready to, has taken a new weight version."""
+    assert isinstance(event, Followed)
+    mine = event.worker_id in {ref.worker_id for ref in (pair.main, pair.shadow) if ref is not None}
+    after = _newer(pair, event.oracle) if mine else pair
+    return (after, [Save()]) if after is not pair else (pair, [])
 
 
 def called_ready(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
@@ -208,7 +224,7 @@ def main_lost(to: State) -> Rule:
             return shadow_lost(pair, event, now, limits)
         if pair.main is None or event.worker_id != pair.main.worker_id:
             return pair, []
-        if policy.is_repeat(pair.last_failover, now, limits):
+        if event.cause is not Cause.WEIGHTS and policy.is_repeat(pair.last_failover, now, limits):
             return _repeat(pair, event, now)
         return _begin_and_perform(_begin(pair, event.cause, event.detail, event.incident_id, now), to)
 
@@ -319,7 +335,7 @@ def handover_done(pair: Pair, event: Event, now: float, limits: policy.Limits) -
     if running is None or event.serial != running.serial:
         return pair, []
     running = _note(running, event)
-    pair = _set(pair, running=running)
+    pair = _set(_newer(pair, event.oracle), running=running)
     if running.action is not None:
         return _perform(pair)
     failed = running.cause in (Cause.DEATH, Cause.HANG, Cause.STUCK)
@@ -344,7 +360,7 @@ def action_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -
         return pair, []
     if event.worker_gone and pair.shadow is not None:
         return _drop_candidate(pair, pair.shadow, event.reason, limits)
-    if BY_ACTION[event.action].on_failure is OnFailure.RETRY:
+    if event.not_yet or BY_ACTION[event.action].on_failure is OnFailure.RETRY:
         return _set(pair, reason=f"{event.action}: {event.reason}"), [Wait(seconds=limits.retry_s)]
     return _quarantine(pair, f"{event.action} failed: {event.reason}")
 

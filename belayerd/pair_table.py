@@ -15,6 +15,7 @@ from belayerd.pair import (
     BackoffOver,
     Called,
     Event,
+    Followed,
     HandoverAsked,
     Pair,
     RestoreAsked,
@@ -143,6 +144,7 @@ _row(S.QUARANTINED, RouterBack, r.ignore)
 for _state in S:
     _row(_state, ArenaGone, r.ignore)
     _row(_state, Called, r.ignore)
+    _row(_state, Followed, r.followed)
 _row(S.PROTECTED, ArenaGone, r.rearm_anew, S.REARMING)
 _row(S.RESERVE, ArenaGone, r.reserve_anew, S.ARMING)
 _row(S.RESERVE, Called, r.called_ready, S.HANDOVER)

@@ -20,6 +20,8 @@ from belayer.daemon import OnlyOne, new_instance, notify
 from belayer.errors import BelayerError, DaemonUnreachable, HandoverFailed, Refused, SlotUnknown
 from belayer.messages.common import Done, FaultProof, Ping, Pong
 from belayer.messages.control import (
+    BeginWeightsUpdate,
+    EndWeightsUpdate,
     Handover,
     HostStatus,
     HostStatusReply,
@@ -40,6 +42,7 @@ from belayerd.gate import open_gate
 from belayerd.peers import RouterPeer, Zygote
 from belayerd.policy import spares_to_call
 from belayerd.slot import SlotShell
+from belayerd.updates import Updates
 from belayerd.watch import sweep
 
 _STOPPED = frozenset("Tt")
@@ -61,9 +64,7 @@ class Supervisor:
         policy = config.policy
         self._alerts = Alerts(policy.alert_command, self._log)
         gate = open_gate(slot.device for slot in config.slot)
-        self._actions = Actions(
-            paths, self._router, self._cgroups, gate, policy.step_deadline_s, policy.fence_deadline_s
-        )
+        self._actions = Actions(paths, self._router, self._cgroups, gate, policy)
         self._slots = {
             slot.name: SlotShell(
                 slot,
@@ -78,6 +79,9 @@ class Supervisor:
             )
             for slot in config.slot
         }
+        in_place = {model.name: model.update == "in_place" for model in config.model}
+        self._updates = Updates(list(self._slots.values()), self._actions.weights, in_place, policy, self._log)
+        self._actions.held = self._updates.held
         self._zygote = Zygote(paths, config_path, self._log)
         self._router_peer = RouterPeer(self._router, self._router_back, self._log)
         self._owners: tuple[OwnerStatusReply, ...] = ()
@@ -90,6 +94,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as group:
             work = [group.create_task(server.serve()), group.create_task(self._router_peer.run())]
             work += [group.create_task(self._write_status()), group.create_task(self._zygote.run())]
+            work += [group.create_task(self._keep_weights())]
             starter = group.create_task(self._start_slots(group, work))
             notify("READY=1")
             await stop.wait()
@@ -174,6 +179,14 @@ class Supervisor:
             statefile.save(self._paths.status_file, self._status(), durable=False)
             await asyncio.sleep(1.0)
 
+    async def _keep_weights(self) -> None:
+        """Beside the status, because verifying the weights of a large model takes a while."""
+        while True:
+            for owner in self._owners:
+                if owner.kind == "weights":
+                    await self._updates.look(owner)
+            await asyncio.sleep(1.0)
+
     async def _ask_owners(self) -> tuple[OwnerStatusReply, ...]:
         found = []
         for kind, link in (("weights", self._actions.weights), ("kv", self._actions.kv)):
@@ -221,6 +234,10 @@ class Supervisor:
                 return IncidentList(incidents=tuple(self._incidents.latest(message.limit)))
             case InjectWorkerFault():
                 return await self._inject(message)
+            case BeginWeightsUpdate():
+                return await self._updates.begin(message.model, message.within_s)
+            case EndWeightsUpdate():
+                return await self._updates.end(message.model)
             case RestoreSlot():
                 self._slot(message.slot).restore()
                 return Done(detail="starting again")

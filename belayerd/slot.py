@@ -16,11 +16,11 @@ import zmq.asyncio
 from belayer import procs, statefile
 from belayer.clock import Stopwatch, monotonic, wall
 from belayer.config import Policy, Slot
-from belayer.errors import BelayerError, HandoverFailed, Refused, WorkerGone
+from belayer.errors import BelayerError, HandoverFailed, Refused, WeightsTorn, WorkerGone
 from belayer.ids import new_incident_id, new_worker_id
 from belayer.messages.control import Incident, SlotView, StepTiming, WorkerView
 from belayer.messages.router import ResumeReport
-from belayer.messages.worker import SpawnWorker, WorkerState, WorkerStatus, WorkerStatusReply
+from belayer.messages.worker import PAUSED, OracleReply, SpawnWorker, WorkerState, WorkerStatus, WorkerStatusReply
 from belayer.paths import Paths
 from belayer.story import Incidents
 from belayerd import pair as p
@@ -28,6 +28,7 @@ from belayerd import pair_table, policy
 from belayerd.actions import YIELD_S, Actions, Target
 from belayerd.handover import BY_ACTION
 from belayerd.links import spawn
+from belayerd.updates import Seat
 from belayerd.watch import Watched, sweep
 
 
@@ -61,6 +62,7 @@ class SlotShell:
         self._ended: set[str] = set()  # ended while belayerd was down: nothing to watch, but files to sweep
         self._waiters: dict[str, asyncio.Future[Incident]] = {}
         self._injected: set[str] = set()
+        self._versions: dict[str, int] = {}  # weights that a worker maps, by worker
         self._since = wall()
         self._served_at = 0.0
         self.rearm_ms = 0.0
@@ -156,6 +158,7 @@ class SlotShell:
             if watched.dead:
                 watched.close()
                 del self._watched[worker_id]
+                self._versions.pop(worker_id, None)
                 self._ended.add(worker_id)
         for worker_id in self._ended - self.known_workers():
             sweep(self._paths, self._cgroups, worker_id)
@@ -239,6 +242,7 @@ class SlotShell:
         if status.state is WorkerState.FAILED or status.oracle is None:
             self._lost(ref.worker_id, p.Cause.DEATH, status.failure or "no oracle")
         else:
+            self._versions[ref.worker_id] = status.weight_version
             self._inbox.put_nowait(p.StandbyReady(worker_id=ref.worker_id, oracle=status.oracle))
 
     async def _perform(self, effect: p.Perform) -> None:
@@ -258,14 +262,26 @@ class SlotShell:
         )
         watch = Stopwatch()
         try:
-            detail = await self._actions.perform(effect.action, target)
+            performed = await self._actions.perform(effect.action, target)
         except BelayerError as why:
             gone = isinstance(why, WorkerGone) or (worker is not None and worker.dead)
             self._log.warning("action failed", action=effect.action, why=str(why), worker_gone=gone)
-            failed = p.ActionFailed(action=effect.action, serial=effect.serial, reason=str(why), worker_gone=gone)
+            failed = p.ActionFailed(
+                action=effect.action,
+                serial=effect.serial,
+                reason=str(why),
+                worker_gone=gone,
+                not_yet=isinstance(why, WeightsTorn),
+            )
             self._inbox.put_nowait(failed)
             return
-        done = p.ActionDone(action=effect.action, serial=effect.serial, ms=watch.ms(), detail=detail)
+        done = p.ActionDone(
+            action=effect.action,
+            serial=effect.serial,
+            ms=watch.ms(),
+            detail=performed.detail,
+            oracle=performed.oracle,
+        )
         self._inbox.put_nowait(done)
 
     def _resumed(self, generation: int, report: ResumeReport | None) -> None:
@@ -352,6 +368,48 @@ class SlotShell:
         """What the kv owner holds now; a ready shadow whose arena is not there maps that of an owner that has died."""
         if self.pair.state in (p.State.PROTECTED, p.State.RESERVE) and self.pair.slot not in arenas:
             self._inbox.put_nowait(p.ArenaGone())
+
+    # --- for weight updates (belayerd.updates) ---
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def model(self) -> str:
+        return self.config.model
+
+    def seats(self) -> tuple[Seat | None, Seat | None]:
+        """The serving main and the ready shadow."""
+        ready = self.pair.state in (p.State.PROTECTED, p.State.RESERVE)
+        return self._seat(self.pair.main), self._seat(self.pair.shadow) if ready else None
+
+    def _seat(self, ref: p.Ref | None) -> Seat | None:
+        watched = self._watched.get(ref.worker_id) if ref else None
+        if ref is None or watched is None or watched.dead:
+            return None
+        pulse = watched.seen.pulse if watched.seen else None
+        known = self.pair.oracle.weight_version if self.pair.oracle else 0
+        return Seat(
+            worker_id=ref.worker_id,
+            link=watched.link,
+            generation=self.pair.generation,
+            version=self._versions.get(ref.worker_id, known),
+            paused=pulse is not None and pulse.phase == PAUSED,
+        )
+
+    def settled(self) -> bool:
+        return self.pair.state not in (p.State.HANDOVER, p.State.FENCING)
+
+    def followed(self, worker_id: str, reply: OracleReply) -> None:
+        self._versions[worker_id] = reply.oracle.weight_version
+        self._inbox.put_nowait(p.Followed(worker_id=worker_id, oracle=reply.oracle))
+
+    def left_behind(self, worker_id: str, why: str) -> None:
+        self._lost(worker_id, p.Cause.WEIGHTS, why)
+
+    def wanted(self) -> None:
+        self._inbox.put_nowait(p.Wanted())
 
     def spare_view(self) -> policy.SpareView:
         return policy.SpareView(

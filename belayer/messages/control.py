@@ -107,11 +107,53 @@ class InjectWorkerFault(Message, frozen=True, kw_only=True, tag=True):
     role: str = "main"
 
 
+class BeginWeightsUpdate(Message, frozen=True, kw_only=True, tag=True):
+    """Pause every main of ``model``; requests are kept. Then the writer goes to gpuowner@weights. Whoever asks has to
+    end it: after ``within_s`` without a writer at the owner, the slots go on by themselves."""
+
+    model: str
+    within_s: float = 60.0
+
+
+class EndWeightsUpdate(Message, frozen=True, kw_only=True, tag=True):
+    """Bring every main and shadow of ``model`` to the sealed version and go on. Also after an abort."""
+
+    model: str
+
+
+class SlotWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """One slot after an update. ``main`` and ``shadow``: the version each maps, 0 when there is none now.
+    ``reason``: why a worker could not follow; it is replaced."""
+
+    slot: str
+    main: int
+    shadow: int
+    ms: float
+    reason: str = ""
+
+
+class WeightsUpdated(Message, frozen=True, kw_only=True, tag=True):
+    """Reply of both. ``version``: the sealed one."""
+
+    model: str
+    version: int
+    slots: tuple[SlotWeights, ...]
+
+
 class RestoreSlot(Message, frozen=True, kw_only=True, tag=True):
     """The operator's word that a quarantined slot's device is good again."""
 
     slot: str
 
 
-Request = Ping | HostStatus | Handover | ListIncidents | InjectWorkerFault | RestoreSlot
-Reply = Pong | HostStatusReply | IncidentReply | IncidentList | FaultProof | Done | ErrorReply
+Request = (
+    Ping
+    | HostStatus
+    | Handover
+    | ListIncidents
+    | InjectWorkerFault
+    | BeginWeightsUpdate
+    | EndWeightsUpdate
+    | RestoreSlot
+)
+Reply = Pong | HostStatusReply | IncidentReply | IncidentList | FaultProof | WeightsUpdated | Done | ErrorReply

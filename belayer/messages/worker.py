@@ -8,6 +8,8 @@ import msgspec
 
 from belayer.messages.common import Done, ErrorReply, Message, Ping, Pong
 
+PAUSED = "paused"  # phase of a heartbeat
+
 
 class WorkerState(StrEnum):
     STARTING = "starting"
@@ -66,6 +68,7 @@ class WorkerStatusReply(Message, frozen=True, kw_only=True, tag=True):
     failure: str = ""
     running: int = 0
     waiting: int = 0
+    paused: bool = False
     start_ms: dict[str, float] = {}
 
 
@@ -110,6 +113,24 @@ class BecomeMain(Message, frozen=True, kw_only=True, tag=True):
     generation: int
 
 
+class Pause(Message, frozen=True, kw_only=True, tag=True):
+    """Take no further step; requests are kept and new ones are taken in. Answered when the step under way is over.
+    ``generation``: of the main that is meant."""
+
+    generation: int
+
+
+class Proceed(Message, frozen=True, kw_only=True, tag=True):
+    generation: int
+
+
+class FollowWeights(Message, frozen=True, kw_only=True, tag=True):
+    """Move to the owner's sealed ``version``: verified, at the same addresses, with an empty prefix cache; requests on
+    board compute their context again. A main has to be paused. Answered by OracleReply: the oracle of that version."""
+
+    version: int
+
+
 class Retire(Message, frozen=True, kw_only=True, tag=True):
     """Leave in order (a planned handover of a healthy main): stop stepping, answer, exit 0."""
 
@@ -118,5 +139,18 @@ class Retire(Message, frozen=True, kw_only=True, tag=True):
 
 ZygoteRequest = Ping | SpawnWorker
 ZygoteReply = Pong | Spawned | ErrorReply
-Request = Ping | WorkerStatus | TakeArena | FlushCache | ProbeDevice | Unpark | CheckOracle | BecomeMain | Retire
+Request = (
+    Ping
+    | WorkerStatus
+    | TakeArena
+    | FlushCache
+    | ProbeDevice
+    | Unpark
+    | CheckOracle
+    | BecomeMain
+    | Pause
+    | Proceed
+    | FollowWeights
+    | Retire
+)
 Reply = Pong | WorkerStatusReply | Done | OracleReply | ErrorReply

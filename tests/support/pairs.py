@@ -35,6 +35,7 @@ class World:
     outcomes: list[str] = field(default_factory=list)
     alerts: list[str] = field(default_factory=list)
     fail: dict[Action, str] = field(default_factory=dict)
+    not_yet: set[Action] = field(default_factory=set)
     quarantined: bool = False
     now: float = 0.0
     ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
@@ -88,6 +89,9 @@ class World:
     def act(self, effect: p.Perform) -> None:
         """An action really done (idempotently) to this world; its end comes as an event."""
         action, worker = effect.action, effect.worker.worker_id if effect.worker else ""
+        if action in self.not_yet:
+            self.pending.append(p.ActionFailed(action=action, serial=effect.serial, reason="not yet", not_yet=True))
+            return
         failed = self.fail.get(action)
         if failed or (worker and worker not in self.alive):
             gone = not failed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from belayerd import pair as p
 from belayerd import pair_table
 from belayerd.handover import HANDOVER, STEPS, Action, OnFailure
-from tests.support.pairs import LIMITS, Stopped, World, protected
+from tests.support.pairs import LIMITS, ORACLE, Stopped, World, protected
 
 
 def test_every_state_and_event_is_decided() -> None:
@@ -276,3 +277,45 @@ def test_a_spare_of_a_replaced_kv_owner_is_started_anew() -> None:
     world.drain()
     assert world.pair.state is p.State.RESERVE
     assert world.pair.shadow != before
+
+
+def test_weights_that_are_being_written_are_waited_for_and_are_no_fault_of_the_device() -> None:
+    world = protected()
+    world.not_yet.add(Action.OWNERS)
+    assert world.pair.main is not None
+    world.lose(world.pair.main.worker_id)
+    for _ in range(40):
+        world.send(world.pending.pop(0))
+    assert world.pair.state is p.State.HANDOVER
+    assert "not yet" in world.pair.reason
+    assert world.routed is None, "nothing is served meanwhile"
+    world.not_yet.clear()
+    world.drain()
+    assert world.pair.protected
+    assert world.pair.generation == 2
+
+
+def test_a_worker_that_cannot_follow_the_weights_is_replaced_and_never_quarantines() -> None:
+    world = protected()
+    for _ in range(3):
+        assert world.pair.main is not None
+        lost = p.WorkerLost(worker_id=world.pair.main.worker_id, cause=p.Cause.WEIGHTS, detail="v2", incident_id="i")
+        world.send(lost)
+        world.drain()
+        assert world.pair.protected
+    assert world.pair.generation == 4
+
+
+def test_the_oracle_of_the_last_weights_counts_and_no_older_one() -> None:
+    world = protected()
+    main, newer = world.pair.main, msgspec.structs.replace(ORACLE, weight_version=2, token=9)
+    assert main is not None
+    world.send(p.Followed(worker_id="slot0-gone", oracle=newer))
+    assert world.pair.oracle == ORACLE, "a worker that the pair does not have says nothing"
+    world.send(p.Followed(worker_id=main.worker_id, oracle=newer))
+    assert world.pair.oracle == newer
+    world.send(p.Followed(worker_id=main.worker_id, oracle=ORACLE))
+    assert world.pair.oracle == newer
+    world.lose(main.worker_id)
+    world.drain()
+    assert world.pair.oracle == newer, "a shadow of before the update does not bring its old oracle"

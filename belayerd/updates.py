@@ -1,0 +1,216 @@
+"""Weight updates with engines on board: pause, let the writer write, bring every worker to the sealed version, go on.
+
+The owner decides what is sealed (promise R4); here it is only seen to that no worker computes with anything else. It is
+done by level and not by edge: once a second the versions that workers map are compared with the sealed one, so that a
+belayerd, trainer or worker that dies at any point leaves nothing paused and nothing behind. A worker that cannot
+follow is replaced: a main by a handover, whose gate brings the shadow along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from belayer.clock import Stopwatch, monotonic
+from belayer.config import Policy
+from belayer.errors import BelayerError, Refused, WeightsBroken, WeightsTorn
+from belayer.messages.common import Done
+from belayer.messages.control import SlotWeights, WeightsUpdated
+from belayer.messages.owner import OwnerStatusReply, WeightsInfo
+from belayer.messages.worker import FollowWeights, OracleReply, Pause, Proceed, WorkerStatus, WorkerStatusReply
+from belayerd.links import OwnerLink, WorkerLink
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One worker of a slot as an update sees it. ``version``: of the weights that it maps, as far as is known."""
+
+    worker_id: str
+    link: WorkerLink
+    generation: int
+    version: int
+    paused: bool
+
+
+class UpdatedSlot(Protocol):
+    """What a slot's shell offers to an update."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    def seats(self) -> tuple[Seat | None, Seat | None]: ...
+    def settled(self) -> bool: ...
+    def followed(self, worker_id: str, reply: OracleReply) -> None: ...
+    def left_behind(self, worker_id: str, why: str) -> None: ...
+    def wanted(self) -> None: ...
+
+
+class Updates:
+    """``held``: models whose handovers wait at the gate, because their bytes may be changing under them."""
+
+    def __init__(
+        self,
+        slots: Sequence[UpdatedSlot],
+        weights: OwnerLink,
+        in_place: Mapping[str, bool],
+        limits: Policy,
+        log: Any,
+    ) -> None:
+        self._slots, self._weights, self._in_place, self._limits, self._log = slots, weights, in_place, limits, log
+        self._locks = {model: asyncio.Lock() for model in in_place}
+        self._open: dict[str, float] = {}  # model -> monotonic time until which a writer may still come
+        self._said: dict[str, str] = {}
+        self.held: set[str] = set()
+
+    async def begin(self, model: str, within_s: float) -> WeightsUpdated:
+        """Pause every main. Raises Refused when a handover does not end in time, with everything going on."""
+        async with self._lock(model):
+            if model in self._open:
+                raise Refused(f"an update of {model} is open already", remedy="end it first")
+            self._open[model] = monotonic() + within_s
+            if self._in_place[model]:
+                self.held.add(model)
+            slots = self._of(model)
+            try:
+                await self._until(lambda: all(slot.settled() for slot in slots), "a handover is running")
+                done = await asyncio.gather(*(self._pause(slot) for slot in slots))
+                info = await self._info(model)
+            except BelayerError:
+                await self._finish(model)
+                raise
+            self._log.info("weights update begins", model=model, version=info.version)
+            return WeightsUpdated(model=model, version=info.version, slots=tuple(done))
+
+    async def end(self, model: str) -> WeightsUpdated:
+        """Every worker at the sealed version, and going. Raises WeightsTorn with the mains paused (what they map may
+        be torn), Refused while the writer is still there."""
+        async with self._lock(model):
+            return await self._finish(model)
+
+    async def look(self, status: OwnerStatusReply) -> None:
+        """Once a second: what no open update explains is put right."""
+        for info in status.weights:
+            lock = self._locks.get(info.model)
+            if lock is None or lock.locked() or not self._behind(info):
+                continue
+            if info.writer or monotonic() < self._open.get(info.model, 0.0):
+                continue
+            async with lock:
+                await self._put_right(info.model)
+
+    # --- inside ---
+
+    def _lock(self, model: str) -> asyncio.Lock:
+        if model not in self._locks:
+            raise Refused(f"no model {model!r} on this host", remedy=f"one of {sorted(self._locks)}")
+        return self._locks[model]
+
+    def _of(self, model: str) -> list[UpdatedSlot]:
+        return [slot for slot in self._slots if slot.model == model]
+
+    def _behind(self, info: WeightsInfo) -> bool:
+        if info.model in self._open:
+            return True
+        seats = [seat for slot in self._of(info.model) for seat in slot.seats() if seat is not None]
+        return any(seat.paused or seat.version < info.version for seat in seats)
+
+    async def _put_right(self, model: str) -> None:
+        try:
+            done = await self._finish(model)
+        except BelayerError as why:
+            if self._said.get(model) != why.message:
+                self._log.error("workers cannot follow the weights", model=model, why=str(why))
+            self._said[model] = why.message
+        else:
+            self._said.pop(model, None)
+            self._log.warning("workers brought to the sealed weights", model=model, version=done.version)
+
+    async def _finish(self, model: str) -> WeightsUpdated:
+        info = await self._info(model)
+        if info.writer:
+            raise Refused(
+                f"{info.writer} is still writing {model}", kept="mains paused", remedy="commit or abort first"
+            )
+        if info.state != "sealed":
+            raise WeightsTorn(
+                f"weights of {model} are {info.state}: {info.reason}",
+                kept="mains stay paused, requests wait",
+                remedy="publish the weights again",
+            )
+        done = await asyncio.gather(*(self._follow(slot, info.version) for slot in self._of(model)))
+        self._open.pop(model, None)
+        self.held.discard(model)
+        for slot in self._of(model):
+            slot.wanted()  # a shadow that could not attach meanwhile is tried again
+        return WeightsUpdated(model=model, version=info.version, slots=tuple(done))
+
+    async def _info(self, model: str) -> WeightsInfo:
+        status = await self._weights.status()
+        row = next((row for row in status.weights if row.model == model), None)
+        if row is None:
+            raise WeightsBroken(f"the weights owner (pid {status.pid}) does not hold {model}")
+        return row
+
+    async def _pause(self, slot: UpdatedSlot) -> SlotWeights:
+        main, shadow = slot.seats()
+        watch, reason = Stopwatch(), ""
+        if main is not None:
+            try:
+                await main.link.call(Pause(generation=main.generation), Done, self._limits.step_deadline_s)
+            except BelayerError as why:  # it is dying or hung: the watcher sees it, and the gate holds its successor
+                reason = str(why)
+        return _row(slot, main, shadow, watch, reason)
+
+    async def _follow(self, slot: UpdatedSlot, version: int) -> SlotWeights:
+        watch, reasons = Stopwatch(), []
+        main, shadow = slot.seats()
+        oracle: OracleReply | None = None
+        for seat in (main, shadow):
+            if seat is None:
+                continue
+            try:
+                reply = await self._bring(seat, version, is_main=seat is main)
+                if reply is not None and oracle is not None and reply.oracle.token != oracle.oracle.token:
+                    raise WeightsBroken(f"its oracle gives {reply.oracle}, the main's {oracle.oracle}")
+            except BelayerError as why:
+                reasons.append(f"{seat.worker_id}: {why}")
+                slot.left_behind(seat.worker_id, f"weights v{version}: {why.message}")
+            else:
+                oracle = oracle or reply
+                if reply is not None:
+                    slot.followed(seat.worker_id, reply)
+        return _row(slot, *slot.seats(), watch, "; ".join(reasons))
+
+    async def _bring(self, seat: Seat, version: int, *, is_main: bool) -> OracleReply | None:
+        """To ``version`` when it is behind, and going when it is paused."""
+        step = self._limits.step_deadline_s
+        status = await seat.link.call(WorkerStatus(), WorkerStatusReply, step)
+        reply = None
+        if status.weight_version < version:
+            if is_main and not status.paused:
+                await seat.link.call(Pause(generation=seat.generation), Done, step)
+            message = FollowWeights(version=version)
+            reply = await seat.link.call(message, OracleReply, self._limits.follow_deadline_s)
+        if is_main and (status.paused or reply is not None):
+            await seat.link.call(Proceed(generation=seat.generation), Done, step)
+        return reply
+
+    async def _until(self, fact: Callable[[], bool], else_: str) -> None:
+        end = monotonic() + self._limits.step_deadline_s
+        while not fact():
+            if monotonic() > end:
+                raise Refused(f"{else_}: not paused", kept="everything goes on", remedy="try again")
+            await asyncio.sleep(0.02)
+
+
+def _row(slot: UpdatedSlot, main: Seat | None, shadow: Seat | None, watch: Stopwatch, reason: str) -> SlotWeights:
+    return SlotWeights(
+        slot=slot.name,
+        main=main.version if main else 0,
+        shadow=shadow.version if shadow else 0,
+        ms=watch.ms(),
+        reason=reason,
+    )
