@@ -23,7 +23,7 @@ from belayer.clock import Stopwatch, wall
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, SandboxLost
 from envkeeper import freezer, mounts, preflight, remains, upper
 from envkeeper.agentlink import AgentLink
-from envkeeper.criu import Criu, DumpCut, DumpHung, DumpPlan
+from envkeeper.criu import DumpCut, Dumper, DumpHung, DumpPlan
 from envkeeper.disk import sync_filesystem
 from envkeeper.engine import BOUND, Life
 from envkeeper.failpoints import Point, reach
@@ -61,6 +61,7 @@ class _Frozen:
     frozen_ms: float | None = None
     copy: Future[upper.Captured] | None = None
     pids: tuple[int, ...] = ()
+    doubts: list[str] = field(default_factory=list)
     stdio: tuple[str, ...] = ()
 
     def start(self) -> None:
@@ -101,6 +102,18 @@ class _Frozen:
         reach(Point.CAPTURE_COPIED)
         self.phases["copy_rest"] = self.watch.lap()
 
+    def hold(self) -> None:
+        self.group.hold()
+
+    def cut(self) -> None:
+        try:
+            self.group.freeze()
+            # Where it had to be thawed for the dump to die, no task had been touched, and some may have ended.
+            before = self.pids if self.frozen_ms is None else ()
+            self.doubts = remains.look(before, self.group.pids())
+        except (BelayerError, OSError) as why:
+            self.doubts = [f"it could not be looked at ({why})"]
+
     def thaw(self) -> None:
         self.group.thaw()
         if self.frozen_ms is None:
@@ -126,14 +139,14 @@ class Checkpointer:
 
     def __init__(
         self,
-        criu: Criu,
+        dumper: Dumper,
         versions: dict[str, str],
         timeout_s: float,
         *,
         reflink: bool = False,
         at_once: int | None = None,
     ) -> None:
-        self._criu, self._versions, self._timeout_s, self._reflink = criu, versions, timeout_s, reflink
+        self._dumper, self._versions, self._timeout_s, self._reflink = dumper, versions, timeout_s, reflink
         self._queue = threading.BoundedSemaphore(at_once or os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(thread_name_prefix="upper")
         self._rests = Rests()
@@ -184,7 +197,7 @@ class Checkpointer:
         )
         self._rests.check(subject.sandbox_id)
         try:
-            self._criu.dump(plan, frozen)
+            self._dumper.dump(plan, frozen)
         except DumpCut as why:
             if isinstance(why, DumpHung):
                 self._rests.begin(subject.sandbox_id)
@@ -220,19 +233,14 @@ class Checkpointer:
 
 
 def _still_whole(subject: Subject, link: AgentLink, frozen: _Frozen, why: DumpCut) -> None:
-    """After a dump that was cut off: frozen once more and looked at, then asked. Raises SandboxLost in any doubt."""
-    try:
-        frozen.group.freeze()
+    """After a dump that was cut off, and thawed. Raises SandboxLost in any doubt."""
+    said = "; ".join(frozen.doubts[:4])
+    if not said:
         try:
-            doubts = remains.look(frozen.pids, frozen.group.pids())
-        finally:
-            frozen.group.thaw()
-        if not doubts:
             link.status(_GOES_ON_S)
             return
-        said = "; ".join(doubts[:4])
-    except (BelayerError, OSError) as silent:
-        said = f"it does not answer ({silent})"
+        except (BelayerError, OSError) as silent:
+            said = f"it does not answer ({silent})"
     raise SandboxLost(
         f"{subject.sandbox_id} may not be itself after a dump that was cut off: {said}. The dump: {why.message}",
         kept="the previous checkpoint stays READY",

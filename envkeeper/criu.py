@@ -6,9 +6,9 @@ own network namespace* (so there is none to dump and no firewall to lock), is st
 two notifications: ``pre-dump`` (we freeze, and start copying the upper layer) and ``post-dump`` (all is written, tasks
 still stopped: we wait for the copy). Any error in a callback makes CRIU give up.
 
-The watchdog: one deadline for the whole dump. A CRIU that passes it is killed first and the group thawed then (one that
-waits in ptrace for a task that cannot stop takes the kill only once the group runs, and one that is thawed alive would
-go on dumping). Its tasks are detached by its death; whether they go on is for the caller to find out.
+The watchdog: one deadline for the whole dump. A CRIU that passes it is killed while the group is frozen, so that what
+its death lets go of stands still until it was looked at. One that waits in ptrace for a task that cannot stop takes the
+kill only once the group is thawed; it has not touched a task yet. (First the kill: thawed alive, it would dump on.)
 
 Such images carry no network namespace. Docker's own ``start --checkpoint`` would restore them into the *host's*
 network; the store keeps them in a form that it cannot consume (no descriptors.json).
@@ -18,6 +18,7 @@ Field numbers: CRIU's RPC, https://criu.org/RPC.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -49,6 +50,7 @@ RESTORE_CONFIG = (
 _KEPT = "the sandbox runs on and the previous checkpoint stays READY"
 _GLANCE_S = 0.2  # how often a silent dump is looked at
 
+_GRACE_S = 0.5  # how long CRIU may take to end by itself, and to take a kill that nothing holds up
 _REAP_S = 5.0  # how long a killed CRIU may take to be gone
 
 # All that decides what is in the images and how it is read again; its hash is in every manifest.
@@ -66,6 +68,12 @@ class DumpHung(DumpCut):
     """The dump did not end in time, and what made it was killed."""
 
 
+class Dumper(Protocol):
+    """What writes the images of a frozen sandbox."""
+
+    def dump(self, plan: DumpPlan, moment: Moment) -> None: ...
+
+
 class Moment(Protocol):
     """What a dump calls, in this order; ``thaw`` always, and more than once does no harm."""
 
@@ -78,6 +86,12 @@ class Moment(Protocol):
     def end(self) -> None:
         """All images are written and the tasks still stopped: wait for the copy."""
 
+    def hold(self) -> None:
+        """What makes the dump is about to be killed: what it lets go of must not run."""
+
+    def cut(self) -> None:
+        """It is dead, in the middle of its work: look at the tasks before they run."""
+
     def thaw(self) -> None:
         """The tasks may run. Never raises for a sandbox that is gone."""
 
@@ -85,7 +99,8 @@ class Moment(Protocol):
 @dataclass(frozen=True, slots=True)
 class DumpPlan:
     """``root``: the container's merged root on the host. ``external``: mount points that the new container brings
-    itself (bind mounts, control groups). ``masked``: files that the runtime hides behind /dev/null."""
+    itself (bind mounts, control groups). ``masked``: files that the runtime hides behind /dev/null.
+   """
 
     pid: int
     root: Path
@@ -161,7 +176,8 @@ class Criu:
                 theirs.close()  # so that a dead CRIU is an end of file here
                 try:
                     ours.settimeout(_GLANCE_S)
-                    ours.send(_dump_request(plan, images))
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the same
+                        ours.send(_dump_request(plan, images))
                     failed = self._converse(ours, plan, moment)
                     moment.thaw()  # it has answered, so the tasks are detached: its own end is not waited for
                 finally:
@@ -169,6 +185,9 @@ class Criu:
                     _end(child, moment)
                 if failed is not None:
                     raise failed
+        except DumpCut:
+            moment.cut()
+            raise
         finally:
             moment.thaw()
             os.close(images)
@@ -203,7 +222,8 @@ class Criu:
                 _begin(moment)
             elif script == "post-dump":
                 moment.end()
-            sock.send(pbuf.encode([(1, _NOTIFY), (3, True)]))
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead: the next read says so
+                sock.send(pbuf.encode([(1, _NOTIFY), (3, True)]))
         if reply[2] == [1]:
             return None
         return _why_failed(plan, b"".join(_bytes(part) for part in reply.get(9, [])).decode(errors="replace"))
@@ -236,6 +256,8 @@ def _next(sock: socket.socket, plan: DumpPlan, end: float) -> bytes:
     while True:
         try:
             return sock.recv(1 << 16)
+        except ConnectionResetError:  # it died with a message of ours unread
+            return b""
         except TimeoutError:
             if _kill_pending(plan.pid):
                 raise SandboxLost(f"PID 1 (pid {plan.pid}) was killed while it was frozen") from None
@@ -300,20 +322,27 @@ def _dump_request(plan: DumpPlan, images: int) -> bytes:
 
 def _end(child: subprocess.Popen[bytes], moment: Moment) -> None:
     """See CRIU gone: it ends by itself after its answer; otherwise kill it, then thaw (in this order: see above)."""
-    try:
-        child.wait(timeout=0.5)
+    if _gone(child, _GRACE_S):
         return
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
+    moment.hold()
+    os.killpg(child.pid, signal.SIGKILL)
+    if _gone(child, _GRACE_S):
+        return
     moment.thaw()
-    try:
-        child.wait(timeout=_REAP_S)
-    except subprocess.TimeoutExpired:
+    if not _gone(child, _REAP_S):
         raise DumpHung(
             f"CRIU (pid {child.pid}) is not gone {_REAP_S:g} s after SIGKILL and the thaw",
             kept="the previous checkpoint stays READY",
             remedy=f"see /proc/{child.pid}/stack and the log of the kernel",
-        ) from None
+        )
+
+
+def _gone(child: subprocess.Popen[bytes], within_s: float) -> bool:
+    try:
+        child.wait(timeout=within_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def first_error(folder: Path, name: str = "dump.log") -> str:

@@ -17,8 +17,8 @@ _HELPER = "CRIUMFD"  # the name of the memory that CRIU maps into a task
 
 
 def look(before: Sequence[int], now: Sequence[int]) -> list[str]:
-    """Reasons for doubt, empty when there is none. ``before``: the processes of the group when the dump began; ``now``:
-    those of the same group, frozen again."""
+    """Reasons for doubt, empty when there is none. ``now``: the processes of the frozen group; ``before``: those that
+    must be among them, since they had no chance to end by themselves."""
     found = [f"pid {pid} ended in the moment in which the dump was cut off" for pid in before if pid not in now]
     for task in preflight.scan(now):
         if task.state in ("Z", "X"):
@@ -45,11 +45,11 @@ def _memory(pid: int) -> list[str]:
 
 
 def _as_in_its_file(base: Path, row: list[str]) -> bool:
-    start = int(row[0].split("-")[0], 16)
+    start, end = (int(part, 16) for part in row[0].split("-"))
     with (base / "mem").open("rb", buffering=0) as memory:
         memory.seek(start)
         seen = memory.read(_PAGE)
-    with (base / "map_files" / row[0]).open("rb") as file:
+    with (base / "map_files" / f"{start:x}-{end:x}").open("rb") as file:
         file.seek(int(row[2], 16))
         kept = file.read(_PAGE)
     return seen[: len(kept)] == kept  # the last page of a file ends early
