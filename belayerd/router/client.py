@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Sequence
+from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
+from belayer import clock
 from belayer.errors import BadMessage, BelayerError, ErrorCode, Refused, WorkerGone
 from belayerd.router import events as ev
 from belayerd.router import vllm_seam as seam
 from belayerd.router.shell import Shell
+from belayerd.router.ticket import TICKET, Course, Ticket
 
 ADMIN_WAIT_S = 30.0  # how long an admin call waits for a worker while a slot is between two of them
 
 _PAUSING = {"pause_scheduler": True, "resume_scheduler": False}
+# True inside an abort that vLLM makes because the client went away; False: a stop string was met.
+LEAVING: ContextVar[bool] = ContextVar("belayer_leaving", default=False)
 _NOBODY = 0  # call id of calls whose answer nobody waits for; real ones are from uuid1, never 0
 
 _STATUS = {
     ErrorCode.NO_HEALTHY_SLOT: HTTPStatus.SERVICE_UNAVAILABLE,
     ErrorCode.WORKER_GONE: HTTPStatus.SERVICE_UNAVAILABLE,
+    ErrorCode.REQUEST_STALLED: HTTPStatus.GATEWAY_TIMEOUT,
+    ErrorCode.REQUEST_UNKNOWN: HTTPStatus.NOT_FOUND,
 }
 
 
@@ -28,8 +35,8 @@ class RouterFault(seam.GracefulHTTPError, seam.GenerationError):  # type: ignore
     """A typed error on its way to the HTTP client. By its first base vLLM passes it through ``generate()`` as it is;
     by its second a broken stream ends with it as an error chunk, without a traceback in the log."""
 
-    def __init__(self, error: BelayerError) -> None:
-        status = _STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
+    def __init__(self, error: BelayerError, status: HTTPStatus | None = None) -> None:
+        status = status or _STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
         super().__init__(f"{error.code}: {error}", status)
         self.status_code = status
         self.code = error.code
@@ -66,6 +73,8 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         self._welcomed = self._paused = False
         self.stopping = False
         self._loop = asyncio.get_running_loop()
+        self._tickets: dict[str, Ticket] = {}  # by reader, for those whose request has one
+        self._gates: dict[str, list[Any]] = {}  # by reader: what waits until the client's own part has been told
         self._shell: Shell
         self._processor: Any = None
 
@@ -76,21 +85,56 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
     # -- what AsyncLLM calls ----------------------------------------------------------------------------------
 
     async def add_request_async(self, request: Any) -> None:
+        try:
+            self._add(request)
+        except BelayerError as error:
+            self._forget(request.request_id)
+            self._shell.abort([request.request_id])
+            self._processor.abort_requests([request.request_id], internal=True)
+            refused = self._shell.core.counters.refused
+            refused[error.code] = refused.get(error.code, 0) + 1
+            raise RouterFault(error, HTTPStatus.CONFLICT if isinstance(error, Refused) else None) from error
+
+    def _add(self, request: Any) -> None:
         if request.resumable:
-            raise RouterFault(Refused("streaming input is not supported by belayer-router"))
+            raise Refused("streaming input is not supported by belayer-router")
         request.client_index = self.client_index
+        ticket, params = TICKET.get() or Ticket(), request.sampling_params
+        name = request.request_id.rpartition("-")[0] if ticket.named and params is not None else ""
+        if ticket.position:
+            self._check_position(request, ticket)
+        ticket.readers.append(request.request_id)
+        self._tickets[request.request_id] = ticket
         self._shell.add(
             ev.Add(
                 request_id=request.request_id,
                 frames=self._codec.encode(request),
                 external_id=request.external_req_id or "",
                 session=request.session_id or "",
-                continuable=request.sampling_params is not None,
+                continuable=params is not None,
+                name=name,
+                digest=self._codec.digest(request) if name else b"",
+                position=ticket.position,
+                eager=bool(name) and self._codec.is_stream(params),
+                on_death=ticket.on_death,
+                pin=ticket.pin,
             )
         )
 
+    def _check_position(self, request: Any, ticket: Ticket) -> None:
+        if not request.request_id.startswith(request.external_req_id) or ticket.readers:
+            raise Refused("only a request with one prompt and n=1 has a position", remedy="ask for position 0")
+        if request.sampling_params is None or not self._codec.is_stream(request.sampling_params):
+            raise Refused("only a stream has a position above 0", remedy="ask for position 0, or set stream")
+
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self._shell.abort(request_ids)
+        for request_id in request_ids:
+            self._forget(request_id)
+        self._shell.abort(request_ids, left=LEAVING.get())
+
+    def _forget(self, reader: str) -> None:
+        self._tickets.pop(reader, None)
+        self._gates.pop(reader, None)
 
     async def get_output_async(self) -> Any:
         while True:
@@ -115,6 +159,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
             raise RouterFault(error) from error
         if method in _PAUSING:
             self._paused = _PAUSING[method]
+            self._shell.paused(self._paused)
         return answers
 
     async def _call_utility_async(self, method: str, *args: Any, engine: str) -> Any:
@@ -142,12 +187,62 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
 
     # -- what the shell calls ---------------------------------------------------------------------------------
 
-    def deliver(self, slot: str, outputs: Any) -> None:
+    def deliver(self, slot: str, generation: int, outputs: Any) -> None:
+        for row in outputs.outputs:
+            ticket = self._tickets.get(row.request_id)
+            if ticket is not None:
+                self._course(ticket, row.request_id).made(slot, generation, len(row.new_token_ids))
+                if row.finish_reason is not None:
+                    del self._tickets[row.request_id]
+        if self._gates:
+            outputs.outputs = [row for row in outputs.outputs if not self._held(row, outputs.weight_version)]
         if outputs.outputs or outputs.scheduler_stats:
             outputs.engine_index = self._index.get(slot, 0)
             self.outputs_queue.put_nowait(outputs)
 
+    @staticmethod
+    def _course(ticket: Ticket, reader: str) -> Course:
+        return ticket.courses.setdefault(ticket.readers.index(reader), Course())
+
+    def _held(self, row: Any, version: str | None) -> bool:
+        gate = self._gates.get(row.request_id)
+        if gate is None:
+            return False
+        gate.append(self._codec.message([row], version))
+        return True
+
+    def replay(self, told: ev.Replay) -> None:
+        ticket = self._tickets[told.reader]
+        course = self._course(ticket, told.reader)
+        course.spans, course.count = list(told.spans), len(told.tokens)
+        position = ticket.position or 0
+        state = self._processor.request_states.get(told.reader)
+        if state is not None and state.stats is not None:  # it waited in no queue of this life
+            state.stats.queued_ts = state.stats.scheduled_ts = clock.monotonic()
+        mine = self._codec.told(told, 0, position)
+        rest = self._codec.told(told, position, len(told.tokens), end=True)
+        if position:
+            ticket.skipping, ticket.proceed = True, lambda: self._open(told.reader)
+            self._gates[told.reader] = rest
+        if told.finish:
+            del self._tickets[told.reader]
+        for message in mine if position else rest:
+            self.outputs_queue.put_nowait(message)
+
+    def _open(self, reader: str) -> None:
+        for message in self._gates.pop(reader, ()):
+            self.outputs_queue.put_nowait(message)
+
+    def cut(self, reader: str) -> None:
+        self._tickets.pop(reader, None)
+        message = self._codec.aborted(reader)
+        if reader in self._gates:
+            self._gates[reader].append(message)
+        else:
+            self.outputs_queue.put_nowait(message)
+
     def fail(self, request_id: str, error: BelayerError) -> None:
+        self._forget(request_id)
         self.outputs_queue.put_nowait(Failure(request_id, error))
 
     def welcome(self, slot: str, ready: bytes) -> list[tuple[bytes, ...]]:

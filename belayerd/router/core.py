@@ -10,174 +10,136 @@ An event that breaks the rules raises and changes nothing.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from belayer.errors import ErrorCode, Fenced, Refused
+from belayer.errors import Refused, RequestUnknown
 from belayerd.router import events as ev
-from belayerd.router.records import Counters, Request, RequestState, ResumeNote, Slot, SlotState, Span
+from belayerd.router.placement import Effects, Limits, added, story_of
+from belayerd.router.records import LEFT, STOP_STRING, Past, Request, RequestState, Slot, Span
+from belayerd.router.slot_rules import SlotRules
 
-Effects = list[ev.Effect]
-
-_SESSIONS_KEPT = 65536  # affinity keys remembered; beyond it the least recently used is forgotten
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds on what one request may cost. Seconds; ``journal_every`` in tokens.
-
-    ``deaths``: how many workers may die with a request on board before it is taken for their killer.
-    ``home_s``: how long an interrupted request waits for its own slot before any slot may take it.
-    ``waiting_s``: how long a request waits for any worker before it ends with NoHealthySlot.
-    """
-
-    deaths: int = 2
-    home_s: float = 30.0
-    waiting_s: float = 120.0
-    journal_every: int = 256
+__all__ = ["Core", "Effects", "Limits"]
 
 
-class Core:
+class Core(SlotRules):
     """Requests and slots of one front. Feed it events with ``step``; perform what it returns."""
 
     def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.requests: dict[str, Request] = {}
-        self.slots: dict[str, Slot] = {}
-        self.counters = Counters()
-        # Ordered by waiting_since, since time only grows and a request is appended when it begins to wait.
-        self._waiting: dict[str, None] = {}
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        super().__init__(limits)
         self._handlers: dict[type[ev.Event], Callable[..., Effects]] = {
             ev.Add: self._add,
             ev.Abort: self._abort,
             ev.Outputs: self._outputs,
             ev.Register: self._register,
             ev.Ready: self._ready,
+            ev.Beat: self._beat,
+            ev.Mute: self._torn,
             ev.ConnectFailed: self._connect_failed,
             ev.Unregister: self._unregister,
             ev.Torn: self._torn,
+            ev.Paused: self._paused,
+            ev.Recover: self._recover,
             ev.Tick: self._tick,
         }
 
     def step(self, event: ev.Event, now: float) -> Effects:
         return self._handlers[type(event)](event, now)
 
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def serving(self) -> int:
-        return sum(slot.state is SlotState.SERVING for slot in self.slots.values())
-
-    def next_deadline(self) -> float | None:
-        """When a Tick is due, or None. Only waiting requests have deadlines."""
-        first = next(iter(self._waiting), None)
-        if first is None:
-            return None
-        due = self.requests[first].waiting_since + self.limits.waiting_s
-        for request_id in self._waiting:
-            request = self.requests[request_id]
-            if not self._roams(request):
-                return min(due, request.waiting_since + self.limits.home_s)
-        return due
-
     # -- requests ---------------------------------------------------------------------------------------------
 
     def _add(self, event: ev.Add, now: float) -> Effects:
-        if event.request_id in self.requests:
+        if event.request_id in self.reader_of:
             raise Refused(f"request {event.request_id} is already running", remedy="use another request id")
-        request = Request(
-            request_id=event.request_id,
-            external_id=event.external_id,
-            frames=event.frames,
-            session=event.session,
-            continuable=event.continuable,
-            waiting_since=now,
-        )
+        out: Effects = []
+        running = self.requests[self.named[event.name]] if event.name in self.named else None
+        if running is not None and not self._yields(running, event):
+            return self._attach(running, event)
+        if event.position is not None:
+            return self._again(event, now)
+        if running is not None:
+            self._drop(running, out)
+        request = _request(event, now)
+        self._enter(request)
+        out.append(added(request))
+        self._place(request, now, out)
+        return out
+
+    def _enter(self, request: Request) -> None:
         self.requests[request.request_id] = request
         self._waiting[request.request_id] = None
         self.counters.added += 1
-        out: Effects = [ev.JournalAdd(request.request_id, request.external_id, request.frames)]
-        self._place(request, out)
+        for reader in request.readers:
+            self.reader_of[reader] = request.request_id
+        if request.name:
+            self.named[request.name] = request.request_id
+            self.archive.take(request.name)
+
+    @staticmethod
+    def _yields(running: Request, event: ev.Add) -> bool:
+        """True when a running request gives its name to a new one: nobody hears it, and the new one is another."""
+        return not running.readers and event.position is None and running.digest != event.digest
+
+    def _drop(self, running: Request, out: Effects) -> None:
+        if running.state is RequestState.RUNNING:
+            out.append(ev.SendAbort(self.slots[running.slot].worker_id, (running.request_id,)))
+        self.counters.aborted += 1
+        self._finish(running, LEFT, out)
+
+    def _attach(self, running: Request, event: ev.Add) -> Effects:
+        """The client's id is that of a running request: hear it from the start (the front end needs all tokens to
+        know its text; it sends those behind the position)."""
+        if running.digest != event.digest:
+            raise _another(event)
+        asked = event.position is not None or not running.readers
+        if not asked and self.limits.same_id is ev.SameId.REFUSE:
+            raise Refused(
+                f"request id {event.name} is running already",
+                remedy="use another id; name a position to hear the running one; or set router.same_id",
+            )
+        _check_position(event, len(running.tokens))
+        running.readers.append(event.request_id)
+        self.reader_of[event.request_id] = running.request_id
+        self.counters.attached += 1
+        return [_replay(event.request_id, running)]
+
+    def _again(self, event: ev.Add, now: float) -> Effects:
+        """The client's id is that of an ended request, or of none."""
+        past = self.archive.get(event.name) if event.name else None
+        if past is None:
+            raise RequestUnknown(
+                f"no request with id {event.name or '(none given)'} is known", remedy="send it without a position"
+            )
+        if past.digest != event.digest:
+            raise _another(event)
+        _check_position(event, len(past.tokens))
+        self.counters.replayed += 1
+        if past.whole:
+            return [ev.Replay(event.request_id, past.tokens, past.rows, past.spans, past.reason, past.stop)]
+        request = _request(event, now)
+        _continue(request, past)
+        self._enter(request)
+        out = story_of(request)
+        out.append(_replay(event.request_id, request))
+        self._place(request, now, out)
         return out
 
     def _abort(self, event: ev.Abort, now: float) -> Effects:
         out: Effects = []
         by_worker: dict[str, list[str]] = {}
-        for request_id in event.request_ids:
-            request = self.requests.get(request_id)
+        for reader in event.request_ids:
+            request = self.requests.get(self.reader_of.get(reader, ""))
             if request is None:
                 continue  # it ended while the abort was under way
+            if event.left and len(request.readers) > 1:
+                request.readers.remove(reader)
+                del self.reader_of[reader]
+                continue  # others hear it still
             if request.state is RequestState.RUNNING:
-                by_worker.setdefault(self.slots[request.slot].worker_id, []).append(request_id)
+                by_worker.setdefault(self.slots[request.slot].worker_id, []).append(request.request_id)
             self.counters.aborted += 1
-            self._finish(request, "abort", out)
+            self._finish(request, LEFT if event.left else STOP_STRING, out)
         out += [ev.SendAbort(worker_id, tuple(ids)) for worker_id, ids in by_worker.items()]
         return out
-
-    def _place(self, request: Request, out: Effects) -> None:
-        """Give a waiting request to a worker, if one may have it."""
-        slot = self._choose(request)
-        if slot is None:
-            return
-        if request.slot and request.slot != slot.name:
-            self.counters.moved += 1
-        request.move(RequestState.RUNNING)
-        request.slot, request.roams = slot.name, False
-        request.given += 1
-        del self._waiting[request.request_id]
-        slot.running[request.request_id] = None
-        if request.session:
-            self._sessions[request.session] = slot.name
-            self._sessions.move_to_end(request.session)
-            if len(self._sessions) > _SESSIONS_KEPT:
-                self._sessions.popitem(last=False)
-        if request.given > 1:
-            slot.resuming.add(request.request_id)
-            slot.resumed_total += 1
-            self.counters.resumed += 1
-            if not request.continuable:  # it had no token yet: given again from the start
-                slot.restarted_total += 1
-                self.counters.restarted += 1
-        out.append(ev.SendAdd(slot.worker_id, request.request_id, request.frames, tuple(request.tokens)))
-
-    def _choose(self, request: Request) -> Slot | None:
-        if not self._roams(request):
-            home = self.slots[request.slot]
-            return home if home.state is SlotState.SERVING else None
-        serving = [slot for slot in self.slots.values() if slot.state is SlotState.SERVING]
-        if not serving:
-            return None
-        known = self.slots.get(self._sessions.get(request.session, "")) if request.session else None
-        if known is not None and known.state is SlotState.SERVING:
-            return known
-        return min(serving, key=lambda slot: (len(slot.running), slot.name))
-
-    def _roams(self, request: Request) -> bool:
-        """True when any slot may take it: it never ran, its slot was removed, or it waited for home too long."""
-        return request.roams or not request.slot or self.slots[request.slot].state is SlotState.REMOVED
-
-    def _finish(self, request: Request, reason: str, out: Effects) -> None:
-        """The one end of a request: journal it, forget it."""
-        self._journal_tokens(request, out)
-        if request.state is RequestState.WAITING:
-            del self._waiting[request.request_id]
-        else:
-            slot = self.slots[request.slot]
-            del slot.running[request.request_id]
-            slot.resuming.discard(request.request_id)
-        request.move(RequestState.FINISHED)
-        del self.requests[request.request_id]
-        out.append(ev.JournalFinish(request.request_id, reason, len(request.tokens)))
-
-    def _fail(self, request: Request, code: ErrorCode, message: str, remedy: str, out: Effects) -> None:
-        kept = f"{len(request.tokens)} tokens were generated and are in the journal" if request.tokens else ""
-        self._finish(request, f"error:{code}", out)
-        self.counters.failed[code] = self.counters.failed.get(code, 0) + 1
-        out.append(ev.Fail(request.request_id, code, message, kept, remedy))
 
     # -- outputs ----------------------------------------------------------------------------------------------
 
@@ -188,17 +150,19 @@ class Core:
             if slot is not None:
                 slot.late_dropped += 1
             return []
-        # A worker counts on through a restart of this router, so the first message tells where the count is.
+        # A worker that did not say where its count is tells it with its first message.
         if slot.next_seq is not None and event.seq != slot.next_seq:
             return self._torn(ev.Torn(slot.name, slot.worker_id), now)
         slot.next_seq = event.seq + 1
+        if event.weight_version:
+            slot.weight_version = event.weight_version
         out: Effects = []
         unwanted: list[str] = []
         for position, item in enumerate(event.items):
             request = self.requests.get(item.request_id)
             if request is None or request.slot != slot.name or request.state is not RequestState.RUNNING:
                 slot.late_dropped += 1
-                self.counters.late_items += 1  # aborted while this was under way, or left over by an earlier router
+                self.counters.late_items += 1  # aborted while this was under way
                 unwanted += [] if item.finish else [item.request_id]
                 continue
             self._take(request, slot, item, position, event.weight_version, now, out)
@@ -214,7 +178,11 @@ class Core:
             self._journal_tokens(request, out)  # a journal block has one maker
             request.spans.append(Span(len(request.tokens), *maker))
         resumed = request.given > 1 and bool(request.tokens)
+        if item.row:
+            request.rows.append((len(request.tokens), item.row))
         request.tokens.extend(item.tokens)
+        request.heard_at = now
+        self._quiet.move_to_end(request.request_id)
         slot.tokens_total += len(item.tokens)
         self.counters.tokens += len(item.tokens)
         if request.request_id in slot.resuming and (item.tokens or item.finish):
@@ -222,159 +190,90 @@ class Core:
             note = slot.last_resume
             if note is not None and note.first_token_ms is None:
                 note.first_token_ms = (now - note.registered_at) * 1e3
+        readers = tuple(request.readers)
         if item.finish:
             self.counters.finished += 1
-            self._finish(request, item.finish, out)
-        elif len(request.tokens) - request.journaled >= self.limits.journal_every:
+            self._finish(request, item.finish, out, item.stop)
+        elif request.eager or len(request.tokens) - request.journaled >= self.limits.journal_every:
             self._journal_tokens(request, out)
-        out.append(ev.Deliver(request.request_id, position, resumed))
+        out.append(ev.Deliver(request.request_id, position, resumed, readers))
 
-    def _journal_tokens(self, request: Request, out: Effects) -> None:
-        fresh = tuple(request.tokens[request.journaled :])
-        if fresh:
-            out.append(ev.JournalTokens(request.request_id, request.journaled, fresh, *request.spans[-1][1:]))
-            request.journaled = len(request.tokens)
+    # -- after a restart of the router ------------------------------------------------------------------------
 
-    def live_records(self) -> Effects:
-        """What a new journal segment begins with, so that older segments may be deleted at any time."""
+    def _recover(self, event: ev.Recover, now: float) -> Effects:
+        """Requests with a name go on, so that a client who comes back finds them; the others nobody can ask for."""
         out: Effects = []
-        for request in self.requests.values():
-            out.append(ev.JournalAdd(request.request_id, request.external_id, request.frames))
-            ends = [*(span.start for span in request.spans[1:]), request.journaled]
-            for span, end in zip(request.spans, ends, strict=False):
-                block = tuple(request.tokens[span.start : min(end, request.journaled)])
-                if block:
-                    out.append(ev.JournalTokens(request.request_id, span.start, block, *span[1:]))
-        return out
-
-    def _torn(self, event: ev.Torn, now: float) -> Effects:
-        """A message of a live worker is missing, doubled or unreadable: nothing more from it can be trusted."""
-        slot = self.slots.get(event.slot)
-        if slot is None or slot.worker_id != event.worker_id or slot.state is not SlotState.SERVING:
-            return []
-        self.counters.torn_links += 1
-        return self._leave(slot, ev.Cause.TORN_LINK, removed=False, now=now)
-
-    # -- slots ------------------------------------------------------------------------------------------------
-
-    def _register(self, event: ev.Register, now: float) -> Effects:
-        slot = self.slots.get(event.slot) or Slot(event.slot)
-        if slot.is_current(event.generation, event.worker_id):
-            return []  # told again: after a lost reply, or by a belayerd that has restarted
-        self._check_fence(slot, event.generation, event.worker_id)
-        self.slots[event.slot] = slot
-        out: Effects = []
-        if slot.state in (SlotState.CONNECTING, SlotState.SERVING):
-            out += self._leave(slot, ev.Cause.SUPERSEDED, removed=False, now=now)
-        slot.move(SlotState.CONNECTING)
-        slot.generation, slot.worker_id, slot.endpoint = event.generation, event.worker_id, event.endpoint
-        slot.weight_version, slot.model = event.weight_version, event.model
-        slot.next_seq = None
-        out.append(ev.Connect(slot.name, slot.generation, slot.worker_id, slot.endpoint))
-        return out
-
-    @staticmethod
-    def _check_fence(slot: Slot, generation: int, worker_id: str) -> None:
-        live = slot.state in (SlotState.CONNECTING, SlotState.SERVING)
-        if generation < slot.fence or (live and generation <= slot.generation):
-            newest = max(slot.fence - 1, slot.generation)
-            raise Fenced(
-                f"worker {worker_id} is generation {generation} of {slot.name}, which is past generation {newest}",
-                remedy="register a newer generation",
+        stories: dict[str, Past] = {}
+        for past in event.stories:
+            if past.name:
+                stories.pop(past.name, None)  # the last one of a name counts, in the order of their ends
+                stories[past.name] = past
+            elif not past.reason:
+                out.append(ev.JournalFinish(past.request_id, LEFT, len(past.tokens)))
+        for past in stories.values():
+            if past.reason:
+                self.archive.put(past)
+                continue
+            request = Request(
+                request_id=past.request_id,
+                external_id=past.external_id,
+                frames=past.frames,
+                session="",
+                continuable=True,
+                waiting_since=now,
+                name=past.name,
+                digest=past.digest,
+                eager=past.eager,
+                on_death=past.on_death,
             )
-
-    def _ready(self, event: ev.Ready, now: float) -> Effects:
-        slot = self.slots.get(event.slot)
-        if slot is None or not slot.is_current(event.generation, event.worker_id):
-            raise Fenced(f"worker {event.worker_id} of {event.slot} was replaced before it was ready")
-        if slot.state is SlotState.SERVING:
-            return []
-        slot.move(SlotState.SERVING)
-        slot.fence = slot.generation
-        out: Effects = []
-        before = slot.resumed_total
-        self._place_all(out)
-        resumed = slot.resumed_total - before
-        slot.last_resume = ResumeNote(slot.generation, resumed, registered_at=now)
+            _continue(request, past)
+            request.given = 1
+            if past.spans:
+                self.slots.setdefault(past.spans[-1].slot, Slot(past.spans[-1].slot))
+                request.slot = past.spans[-1].slot
+            self._enter(request)
+            self.counters.recovered += 1
         return out
 
-    def _connect_failed(self, event: ev.ConnectFailed, now: float) -> Effects:
-        slot = self.slots.get(event.slot)
-        if slot is None or not slot.is_current(event.generation, event.worker_id):
-            return []
-        slot.move(SlotState.EMPTY)
-        return [ev.Disconnect(slot.name, event.worker_id)]
 
-    def _unregister(self, event: ev.Unregister, now: float) -> Effects:
-        slot = self.slots.get(event.slot) or Slot(event.slot)
-        if event.generation < max(slot.fence - 1, slot.generation):
-            raise Fenced(f"{slot.name} is at generation {slot.generation}, not {event.generation}")
-        self.slots[event.slot] = slot
-        out: Effects = []
-        if slot.state in (SlotState.CONNECTING, SlotState.SERVING):
-            out += self._leave(slot, event.cause, event.removed, now)
-        elif event.removed and slot.state is SlotState.EMPTY:
-            slot.move(SlotState.REMOVED)
-            self._place_all(out)
-        slot.fence = max(slot.fence, event.generation + 1)
-        return out
+def _request(event: ev.Add, now: float) -> Request:
+    return Request(
+        request_id=event.request_id,
+        external_id=event.external_id,
+        frames=event.frames,
+        session=event.session,
+        continuable=event.continuable,
+        waiting_since=now,
+        name=event.name,
+        digest=event.digest,
+        eager=event.eager,
+        on_death=event.on_death,
+        pin=event.pin,
+        readers=[event.request_id],
+    )
 
-    def _leave(self, slot: Slot, cause: ev.Cause, removed: bool, now: float) -> Effects:
-        """The worker is gone. Its requests wait; those that saw too many workers die, end."""
-        out: Effects = [ev.Disconnect(slot.name, slot.worker_id)]
-        running, slot.running = list(slot.running), {}
-        slot.resuming.clear()
-        slot.move(SlotState.REMOVED if removed else SlotState.EMPTY)
-        slot.fence = max(slot.fence, slot.generation + 1)
-        for request_id in running:
-            request = self.requests[request_id]
-            request.move(RequestState.WAITING)
-            request.waiting_since = now
-            request.deaths += cause is ev.Cause.DIED
-            self._waiting[request_id] = None
-            self._judge(request, slot, out)
-        self._place_all(out)
-        return out
 
-    def _judge(self, request: Request, slot: Slot, out: Effects) -> None:
-        """After a loss: may this request be given to another worker?"""
-        if request.deaths > self.limits.deaths:
-            self._fail(
-                request,
-                ErrorCode.POISON_REQUEST,
-                f"{request.deaths} workers died with request {request.external_id or request.request_id} on board",
-                "check the request; raise router.deaths_per_request if it is innocent",
-                out,
-            )
-        elif request.tokens and not request.continuable:
-            self._fail(
-                request,
-                ErrorCode.WORKER_GONE,
-                f"the worker of {slot.name} was lost and this kind of request cannot be continued by another",
-                "send the request again",
-                out,
-            )
+def _continue(request: Request, past: Past) -> None:
+    """Put in what is known already; it counts as journaled, since its records are written again in one piece."""
+    request.tokens, request.rows, request.spans = list(past.tokens), list(past.rows), list(past.spans)
+    request.journaled, request.rows_journaled = len(request.tokens), len(request.rows)
+    request.given = 1 if request.tokens else 0
 
-    def _place_all(self, out: Effects) -> None:
-        for request_id in list(self._waiting):
-            self._place(self.requests[request_id], out)
 
-    # -- time -------------------------------------------------------------------------------------------------
+def _replay(reader: str, request: Request) -> ev.Replay:
+    return ev.Replay(reader, tuple(request.tokens), tuple(request.rows), tuple(request.spans))
 
-    def _tick(self, event: ev.Tick, now: float) -> Effects:
-        out: Effects = []
-        for request_id in list(self._waiting):
-            request = self.requests[request_id]
-            waited = now - request.waiting_since
-            if not self._roams(request) and waited >= self.limits.home_s:
-                request.roams = True
-            self._place(request, out)
-            if request.state is RequestState.WAITING and waited >= self.limits.waiting_s:
-                self._fail(
-                    request,
-                    ErrorCode.NO_HEALTHY_SLOT,
-                    f"no worker could take the request within {self.limits.waiting_s:g} s",
-                    "see belayerctl status; send the request again when a slot serves",
-                    out,
-                )
-        return out
+
+def _check_position(event: ev.Add, known: int) -> None:
+    if (event.position or 0) > known:
+        raise RequestUnknown(
+            f"request {event.name} has {known} known tokens, position {event.position} is behind them",
+            remedy="send the request without a position",
+        )
+
+
+def _another(event: ev.Add) -> Refused:
+    return Refused(
+        f"request id {event.name} belongs to a request with another content",
+        remedy="use another id, or send the same body",
+    )

@@ -7,6 +7,7 @@ that they cover, so that what a client has seen finished can be read again after
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -20,6 +21,26 @@ class Cause(StrEnum):
     TORN_LINK = "torn_link"
 
 
+class OnDeath(StrEnum):
+    """What a request wants when its worker dies: go on elsewhere, end with what there is (finish reason "abort"), or
+    end with a typed error."""
+
+    RESUME = "resume"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SameId(StrEnum):
+    """What becomes of a request whose name is that of a running one: hear the running one too, or be refused."""
+
+    ATTACH = "attach"
+    REFUSE = "refuse"
+
+
+Rows = tuple[tuple[int, bytes], ...]  # (position of its first token, encoded output): what tokens alone do not tell
+Stop = int | str | None  # vLLM's stop reason: the stop token or the stop string
+
+
 class Event(msgspec.Struct, frozen=True, gc=False):
     pass
 
@@ -29,6 +50,10 @@ class Add(Event, frozen=True, gc=False):
 
     ``session`` is the affinity key of the client ("" for none). ``continuable`` is False for the few kinds of
     request that cannot be given again together with their output (docs/faults.md).
+
+    ``name``: the client's own id of this choice, by which it may ask again ("": it gave none). ``digest`` is over all
+    that decides the answer. ``position``: the client repeats a request and has this many tokens of it; None: a new
+    one. ``eager``: what is delivered must be on disk before (docs/adr/0011). ``pin``: the slot whose URL was used.
     """
 
     request_id: str
@@ -36,20 +61,30 @@ class Add(Event, frozen=True, gc=False):
     external_id: str = ""
     session: str = ""
     continuable: bool = True
+    name: str = ""
+    digest: bytes = b""
+    position: int | None = None
+    eager: bool = False
+    on_death: OnDeath | None = None
+    pin: str = ""
 
 
 class Abort(Event, frozen=True, gc=False):
-    """The front end lost interest: the client left, or a stop string ended the text."""
+    """The front end lost interest: the client left, or (``left`` False) a stop string ended the text."""
 
     request_ids: tuple[str, ...]
+    left: bool = True
 
 
 class Item(msgspec.Struct, frozen=True, gc=False):
-    """One request's share of one engine step; ``finish`` is vLLM's word for the reason, "" while it goes on."""
+    """One request's share of one engine step; ``finish`` is vLLM's word for the reason, "" while it goes on.
+    ``row``: the encoded output, where it holds more than tokens (logprobs) and the request may be asked for again."""
 
     request_id: str
     tokens: tuple[int, ...]
     finish: str = ""
+    stop: Stop = None
+    row: bytes = b""
 
 
 class Outputs(Event, frozen=True, gc=False):
@@ -75,11 +110,42 @@ class Register(Event, frozen=True, gc=False):
 
 
 class Ready(Event, frozen=True, gc=False):
-    """The worker answered the hello: it may be given requests. Raises Fenced when it was replaced meanwhile."""
+    """The worker answered the hello: it may be given requests, and holds none of ours. Its next message has number
+    ``seq`` (None: it did not say). Raises Fenced when it was replaced meanwhile."""
 
     slot: str
     generation: int
     worker_id: str
+    seq: int | None = None
+
+
+class Beat(Event, frozen=True, gc=False):
+    """The worker answered on the link; its next message has number ``seq``. Another number than expected: something
+    was lost, though nothing more has come to show it."""
+
+    slot: str
+    worker_id: str
+    seq: int
+    weight_version: str = ""
+
+
+class Mute(Event, frozen=True, gc=False):
+    """The worker has not answered on the link for too long."""
+
+    slot: str
+    worker_id: str
+
+
+class Paused(Event, frozen=True, gc=False):
+    """A trainer paused or resumed the engines: silence is legal meanwhile."""
+
+    paused: bool
+
+
+class Recover(Event, frozen=True, gc=False):
+    """First of all events: what the journal of an earlier life of this router holds."""
+
+    stories: tuple[Any, ...]
 
 
 class ConnectFailed(Event, frozen=True, gc=False):
@@ -149,11 +215,30 @@ class Deliver(Effect, frozen=True, gc=False):
     """Hand item number ``position`` of this event to the front end.
 
     ``resumed``: it had tokens before this worker got it, so statistics of a second prefill must not be counted.
+    ``readers``: the front end's ids of those who hear it (none: its client is gone, it runs on for its return).
     """
 
     request_id: str
     position: int
     resumed: bool
+    readers: tuple[str, ...]
+
+
+class Replay(Effect, frozen=True, gc=False):
+    """Tell ``reader`` what is known already: tokens, their rows and makers, and the end if it had one."""
+
+    reader: str
+    tokens: tuple[int, ...]
+    rows: Rows
+    spans: tuple[Any, ...]
+    finish: str = ""
+    stop: Stop = None
+
+
+class Cut(Effect, frozen=True, gc=False):
+    """End the request with what it has, as vLLM ends an aborted one."""
+
+    readers: tuple[str, ...]
 
 
 class Fail(Effect, frozen=True, gc=False):
@@ -164,12 +249,17 @@ class Fail(Effect, frozen=True, gc=False):
     message: str
     kept: str = ""
     remedy: str = ""
+    readers: tuple[str, ...] = ()
 
 
 class JournalAdd(Effect, frozen=True, gc=False):
     request_id: str
     external_id: str
     frames: tuple[bytes, ...]
+    name: str = ""
+    digest: bytes = b""
+    eager: bool = False
+    on_death: str = ""
 
 
 class JournalTokens(Effect, frozen=True, gc=False):
@@ -181,11 +271,13 @@ class JournalTokens(Effect, frozen=True, gc=False):
     slot: str
     generation: int
     weight_version: str
+    rows: Rows = ()
 
 
 class JournalFinish(Effect, frozen=True, gc=False):
-    """``reason``: vLLM's finish reason, "abort" for a client that left, or "error:<code>"."""
+    """``reason``: vLLM's finish reason, "left" for a client that left, "stop_string", "cut", or "error:<code>"."""
 
     request_id: str
     reason: str
     length: int
+    stop: Stop = None

@@ -6,19 +6,23 @@ import asyncio
 import os
 import socket
 from argparse import Namespace
+from collections import Counter
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from belayer.config import Config
 from belayer.errors import ErrorCode, HostUnfit
 from belayerd.router import journal
 from belayerd.router import vllm_seam as seam
-from belayerd.router.client import BelayerClient, RouterFault
+from belayerd.router.client import LEAVING, BelayerClient, RouterFault
 from belayerd.router.core import Core, Limits
+from belayerd.router.events import OnDeath, SameId
+from belayerd.router.guard import Bounds, Guard
+from belayerd.router.journal_reader import read
 from belayerd.router.metrics import Metrics
+from belayerd.router.patience import patient
 from belayerd.router.preflight import is_loopback, one_model
 from belayerd.router.shell import Shell, to_record
 
@@ -39,6 +43,21 @@ def server_args(config: Config) -> Namespace:
     return seam.parse_args(argv)
 
 
+def limits(config: Config) -> Limits:
+    router = config.router
+    wishes = {slot.name: OnDeath(slot.on_death or router.on_death) for slot in config.slot}
+    return Limits(
+        deaths=router.deaths_per_request,
+        home_s=router.request_deadline_s / 4,
+        waiting_s=router.request_deadline_s,
+        silence_s=router.silence_s,
+        journal_every=router.journal_every,
+        keep_bytes=router.keep_finished_mb << 20,
+        same_id=SameId(router.same_id),
+        on_death=wishes,
+    )
+
+
 class Front:
     """Engine, shell and HTTP server of one router. Make it inside the running event loop."""
 
@@ -46,13 +65,10 @@ class Front:
         seam.check()
         self._args = server_args(config)
         router = config.router
-        limits = Limits(
-            deaths=router.deaths_per_request,
-            home_s=router.request_deadline_s / 4,
-            waiting_s=router.request_deadline_s,
-            journal_every=router.journal_every,
-        )
-        self.core = Core(limits)
+        self.core = Core(limits(config))
+        self._bounds = Bounds(router.max_body_mb << 20, router.read_deadline_s, router.max_requests)
+        self._declined: Counter[str] = Counter()
+        self._mistakes: Counter[int] = Counter()
         codec = seam.Codec()
         client: list[BelayerClient] = []
 
@@ -61,15 +77,19 @@ class Front:
             return client[0]
 
         try:
-            self._engine = seam.make_engine(self._args, make_client, lambda: self.core.serving > 0)
+            self._engine = seam.make_engine(self._args, make_client, lambda: self.core.serving > 0, LEAVING)
         except (OSError, ValueError) as why:  # what vLLM and transformers raise for a model they cannot read
             first = str(why).strip().splitlines()[0]
             raise HostUnfit(f"model {self._args.model} cannot be served: {first}") from why
-        book = journal.Journal(folder, instance, router.journal_max_mb << 20, self._live)
+        earlier = read(folder, named_only=True)
+        for damage in earlier.damage:
+            log.warning("journal_damaged", where=damage)
+        book = journal.Journal(folder, instance, router.journal_max_mb << 20, self._live, router.journal_sync)
         self.shell = Shell(self.core, book, codec, client[0], client[0].client_index, log)
         self._client = client[0]
         self._client.attach(self.shell, self._engine.output_processor)
-        self.metrics = Metrics(self.core, book)
+        self.shell.recover(story.past() for story in earlier.stories.values())
+        self.metrics = Metrics(self.core, book, self._declined, self._mistakes)
         self.url = f"http://{router.host}:{router.port}"
 
     def _live(self) -> list[journal.Record]:
@@ -82,7 +102,7 @@ class Front:
         app = seam.build_app(self._args, tasks, self._engine.model_config)
         await seam.init_app_state(self._engine, app.state, self._args, tasks)
         app.middleware_stack = None  # vLLM has built it; without that it is built again, with these two
-        app.add_middleware(RoutingKey)
+        app.add_middleware(Guard, core=self.core, bounds=self._bounds, declined=self._declined, mistakes=self._mistakes)
         app.add_exception_handler(RouterFault, answer_fault)
         started.set()  # the socket listens since preflight: from here on what is queued there gets answers
         try:
@@ -91,6 +111,7 @@ class Front:
                 sock=sock,
                 host=self._args.host,
                 port=self._args.port,
+                http=patient(self._bounds.body_s, self._declined),
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=int(GRACE_S),
@@ -113,18 +134,3 @@ async def answer_fault(request: Request, fault: Exception) -> JSONResponse:
     # Clients repeat a 5xx by themselves; a request that kills workers must not come back in that way.
     headers = {"x-should-retry": "false"} if fault.code is ErrorCode.POISON_REQUEST else None
     return JSONResponse(body, status_code=status, headers=headers)
-
-
-class RoutingKey:
-    """Affinity by another usual header: X-SMG-Routing-Key counts as X-Session-ID when that is absent."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = dict(scope["headers"])
-            key = headers.get(b"x-smg-routing-key")
-            if key and b"x-session-id" not in headers:
-                scope["headers"] = [*scope["headers"], (b"x-session-id", key)]
-        await self._app(scope, receive, send)

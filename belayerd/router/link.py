@@ -17,37 +17,89 @@ _stamp: msgspec.msgpack.Decoder[Stamp] = msgspec.msgpack.Decoder(Stamp)
 
 OnOutput = Callable[["Link", Stamp, Sequence[Any]], None]
 OnTorn = Callable[["Link", BadMessage], None]
+OnBeat = Callable[["Link", "Standing"], None]
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What a worker says about itself and this front when it is greeted: the number of its next message, and the
+    weight version that it serves."""
+
+    seq: int
+    weight_version: str = ""
+
+
+_standing: msgspec.msgpack.Decoder[Standing] = msgspec.msgpack.Decoder(Standing)
 
 
 class Link:
     """Connects on construction; ``greet()`` once, then ``read()`` in a task of its own until ``close()``.
 
+    ``token`` names this link among all that this front ever made. A hello with a new token makes the worker drop what
+    it runs for earlier ones, so that all that comes after its answer belongs to this link; a hello with the same token
+    is only a question whether the link still stands.
+
     No high-water mark: what is queued is bounded by the live requests, and a dropped message would be a lost token.
     """
 
-    def __init__(self, context: zmq.asyncio.Context, slot: str, worker_id: str, endpoint: str, front: int) -> None:
-        self.slot, self.worker_id = slot, worker_id
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.set(zmq.ROUTING_ID, front.to_bytes(2, "little"))
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.connect(endpoint)
+    def __init__(
+        self, context: zmq.asyncio.Context, slot: str, worker_id: str, endpoint: str, front: int, token: bytes
+    ) -> None:
+        self.slot, self.worker_id, self._token = slot, worker_id, token
+        self._context, self._endpoint, self._front = context, endpoint, front
+        self._socket = self._connected()
         self._reader: asyncio.Task[None] | None = None
         self._sends: set[Awaitable[Any]] = set()
+        self.asked = 0  # hellos without an answer
+        self.renewed = 0  # sockets since the last answer
 
-    async def greet(self, timeout_s: float) -> bytes:
-        """The worker's ready info (MessagePack of vLLM's ready response). Raises WorkerGone or BadMessage."""
+    def _connected(self) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.ROUTING_ID, self._front.to_bytes(2, "little"))
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVHWM, 0)
+        socket.connect(self._endpoint)
+        return socket
+
+    def renew(self) -> None:
+        """Take our place at the worker's socket again: ZeroMQ tells nobody that another peer took it. Harmless when the
+        worker is only busy; what was lost shows in its count. ``read()`` has ended and is to be started again."""
+        if self._reader is not None:
+            self._reader.cancel()
+        self._socket.close()
+        self._socket = self._connected()
+        self.asked = 0
+        self.renewed += 1
+
+    async def greet(self, timeout_s: float) -> tuple[bytes, Standing | None]:
+        """The worker's ready info (MessagePack of vLLM's ready response), and where its count is (None from a worker
+        that does not say). What it sent before to another life of this front is passed over. Raises WorkerGone or
+        BadMessage."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._socket.send_multipart([b"hello"])
-                frames = await self._socket.recv_multipart()
+                await self._socket.send_multipart([b"hello", self._token])
+                while True:
+                    frames = await self._socket.recv_multipart()
+                    if frames[0] != b"out" and frames[2:3] in ([], [self._token]):
+                        break
         except TimeoutError as why:
             raise WorkerGone(f"worker {self.worker_id} did not answer the hello in {timeout_s:g} s") from why
-        if len(frames) != 2 or frames[0] != b"ready":
+        if len(frames) < 2 or frames[0] != b"ready":
             raise BadMessage(f"worker {self.worker_id} answered the hello with {frames[0][:16]!r}")
-        ready: bytes = frames[1]
-        return ready
+        return frames[1], self._standing(frames)
+
+    def ask(self) -> None:
+        """Whether the worker still answers here; the answer comes to ``read``."""
+        self.asked += 1
+        self.send([b"hello", self._token])
+
+    def _standing(self, frames: Sequence[Any]) -> Standing | None:
+        if len(frames) < 4:
+            return None
+        try:
+            return _standing.decode(frames[3])
+        except msgspec.DecodeError as why:
+            raise BadMessage(f"worker {self.worker_id} said of itself what cannot be read: {why}") from why
 
     def send(self, frames: Sequence[Any]) -> None:
         """Queue a message; order is kept. Without a high-water mark this never waits."""
@@ -56,15 +108,19 @@ class Link:
             self._sends.add(sent)
             sent.add_done_callback(self._sends.discard)
 
-    async def read(self, on_output: OnOutput, on_torn: OnTorn) -> None:
+    async def read(self, on_output: OnOutput, on_torn: OnTorn, on_beat: OnBeat) -> None:
         """One long-lived receiver: a cancelled receive may lose a message, so it is only cancelled to close."""
         self._reader = asyncio.current_task()
         while not self._socket.closed:
             frames = await self._socket.recv_multipart(copy=False)
             kind = frames[0].bytes
-            if kind == b"ready":
-                continue  # the answer to a hello that was sent twice
             try:
+                if kind == b"ready":
+                    self.asked = self.renewed = 0
+                    standing = self._standing([frame.bytes for frame in frames])
+                    if standing is not None:
+                        on_beat(self, standing)
+                    continue
                 stamp = self._check(kind, frames)
             except BadMessage as why:
                 on_torn(self, why)

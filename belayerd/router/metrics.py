@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client import REGISTRY
@@ -22,15 +23,20 @@ _TOTALS = {
     "moved": ("belayer_requests_moved", "Requests given again to another slot than their own"),
     "late_messages": ("belayer_late_messages", "Messages of replaced workers that were dropped"),
     "late_items": ("belayer_late_items", "Outputs of requests that had already ended"),
-    "torn_links": ("belayer_torn_links", "Links closed for a missing, doubled or unreadable message"),
+    "torn_links": ("belayer_torn_links", "Links made anew: a message missing, doubled or unreadable, or no answer"),
+    "silent": ("belayer_requests_stalled", "Requests taken from a worker that said nothing about them"),
+    "cut": ("belayer_requests_cut", "Requests ended with what they had, as they wished, when their worker died"),
+    "replayed": ("belayer_requests_replayed", "Repeated ids of ended requests answered from the journal"),
+    "attached": ("belayer_requests_attached", "Repeated ids of running requests that took up their stream"),
+    "recovered": ("belayer_requests_recovered", "Requests of an earlier life of the router that went on"),
 }
 
 
 class Metrics(Collector):
     """A collector in prometheus-client's default registry, which vLLM's /metrics serves."""
 
-    def __init__(self, core: Core, book: Journal) -> None:
-        self._core, self._book = core, book
+    def __init__(self, core: Core, book: Journal, declined: Counter[str], mistakes: Counter[int]) -> None:
+        self._core, self._book, self._declined, self._mistakes = core, book, declined, mistakes
         REGISTRY.register(self)
 
     def collect(self) -> Iterator[Metric]:
@@ -41,10 +47,25 @@ class Metrics(Collector):
         for code, count in counters.failed.items():
             failed.add_metric([code], count)
         yield failed
+        yield from self._clients()
         yield GaugeMetricFamily("belayer_requests_waiting", "Requests without a worker", value=self._core.waiting)
         yield CounterMetricFamily("belayer_journal_bytes", "Bytes journaled", value=self._book.bytes_total)
         yield CounterMetricFamily("belayer_journal_failures", "Journal writes that failed", value=self._book.failures)
         yield from self._slots()
+
+    def _clients(self) -> Iterator[Metric]:
+        """What clients did wrong, apart from what failed."""
+        mistakes = CounterMetricFamily("belayer_client_mistakes", "Answers 4xx", labels=["status"])
+        for status, count in self._mistakes.items():
+            mistakes.add_metric([str(status)], count)
+        declined = CounterMetricFamily("belayer_requests_declined", "Not let in, by reason", labels=["reason"])
+        for reason, count in (*self._declined.items(), *self._core.counters.refused.items()):
+            declined.add_metric([reason], count)
+        yield from (mistakes, declined)
+        kept = self._core.archive
+        yield GaugeMetricFamily("belayer_requests_kept", "Ended requests that can be asked for", value=len(kept))
+        yield GaugeMetricFamily("belayer_kept_bytes", "Memory of these, about", value=kept.bytes)
+        yield CounterMetricFamily("belayer_journal_syncs", "Waits for the disk", value=self._book.syncs)
 
     def _slots(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("belayer_slot_up", "1 while a worker of the slot serves", labels=["slot"])

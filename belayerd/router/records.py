@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from belayerd.router.events import OnDeath, Rows, Stop
+
 
 class RequestState(StrEnum):
     """WAITING: no worker has it. RUNNING: one worker has it. FINISHED: it had its one end; the record goes."""
@@ -35,7 +37,8 @@ class SlotState(StrEnum):
 SLOT_NEXT: dict[SlotState, frozenset[SlotState]] = {
     SlotState.EMPTY: frozenset({SlotState.CONNECTING, SlotState.REMOVED}),
     SlotState.CONNECTING: frozenset({SlotState.SERVING, SlotState.EMPTY, SlotState.REMOVED}),
-    SlotState.SERVING: frozenset({SlotState.EMPTY, SlotState.REMOVED}),
+    # back to CONNECTING: its link was torn, and a new one is made to the same worker
+    SlotState.SERVING: frozenset({SlotState.EMPTY, SlotState.REMOVED, SlotState.CONNECTING}),
     SlotState.REMOVED: frozenset({SlotState.CONNECTING}),
 }
 
@@ -67,11 +70,53 @@ class Request:
     waiting_since: float = 0.0
     roams: bool = False  # waited for its own slot long enough: any slot may take it
     spans: list[Span] = field(default_factory=list)  # who made which tokens; spans[i].start grows
+    rows: list[tuple[int, bytes]] = field(default_factory=list)  # kept only for requests with a name
+    rows_journaled: int = 0
+    name: str = ""
+    digest: bytes = b""
+    eager: bool = False
+    on_death: OnDeath | None = None  # None: as its slot says
+    pin: str = ""
+    readers: list[str] = field(default_factory=list)  # front-end ids; none: its client is gone
+    heard_at: float = 0.0  # its last output, or when it was given to its worker
 
     def move(self, to: RequestState) -> None:
         if to not in REQUEST_NEXT[self.state]:
             raise AssertionError(f"request {self.request_id}: no way from {self.state} to {to}")
         self.state = to
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """A request that has ended, or whose story an earlier life of the router wrote. ``reason`` "": it had no end."""
+
+    request_id: str
+    external_id: str
+    name: str
+    digest: bytes
+    frames: tuple[bytes, ...]
+    tokens: tuple[int, ...]
+    rows: Rows
+    spans: tuple[Span, ...]
+    reason: str
+    stop: Stop = None
+    eager: bool = False
+    on_death: OnDeath | None = None
+
+    @property
+    def whole(self) -> bool:
+        """True when nothing more is to come: it can be told again without an engine."""
+        return bool(self.reason) and self.reason != LEFT and not self.reason.startswith("error:")
+
+    def bytes(self) -> int:
+        """About what it costs to keep."""
+        rows = sum(len(row) + 64 for _, row in self.rows)
+        return 512 + 32 * len(self.tokens) + rows + sum(map(len, self.frames))
+
+
+LEFT = "left"  # ended because its client went away: it may be taken up again
+STOP_STRING = "stop_string"  # ended by the front end, which finds the stop string again when it is told the tokens
+CUT = "cut"  # ended by its own wish when its worker died
 
 
 @dataclass(slots=True)
@@ -103,6 +148,7 @@ class Slot:
     resumed_total: int = 0
     restarted_total: int = 0
     late_dropped: int = 0
+    tears: int = 0  # how often the link to this worker was torn
     last_resume: ResumeNote | None = None
 
     def move(self, to: SlotState) -> None:
@@ -130,3 +176,9 @@ class Counters:
     late_messages: int = 0
     late_items: int = 0
     torn_links: int = 0
+    replayed: int = 0
+    attached: int = 0
+    recovered: int = 0
+    silent: int = 0
+    cut: int = 0
+    refused: dict[str, int] = field(default_factory=dict)  # by error code: the client's mistakes about ids

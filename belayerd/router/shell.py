@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+import uuid
+from collections.abc import Container, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -15,10 +16,13 @@ from belayer.messages.worker import Stamp
 from belayerd.router import events as ev
 from belayerd.router import journal
 from belayerd.router.core import Core, Effects
-from belayerd.router.link import Link
+from belayerd.router.link import Link, Standing
 from belayerd.router.records import SlotState
 
 HELLO_S = 5.0  # bound on connect + ready; a live worker answers within one engine step
+BEAT_S = 0.5  # between two questions whether a link still stands
+UNANSWERED = 4  # after so many the socket is connected again
+RENEWALS = 15  # after so many, half a minute, the link is given up and made anew: longer than any legal engine step
 
 
 class Codec(Protocol):
@@ -26,16 +30,23 @@ class Codec(Protocol):
 
     def decode(self, frames: Sequence[Any]) -> Any: ...
 
-    def items(self, outputs: Any) -> tuple[ev.Item, ...]: ...
+    def items(self, outputs: Any, named: Container[str]) -> tuple[ev.Item, ...]:
+        """``named``: the requests whose outputs may be asked for again, so that more than tokens is to be kept."""
 
-    def keep(self, outputs: Any, kept: Sequence[tuple[int, bool]]) -> None:
-        """Leave only these positions; ``True``: resumed, so without statistics of its prefill."""
+    def keep(self, outputs: Any, kept: Sequence[tuple[int, bool, tuple[str, ...]]]) -> None:
+        """Leave only these positions, for these readers; ``True``: resumed, so without statistics of its prefill."""
 
 
 class Sink(Protocol):
     """The front end."""
 
-    def deliver(self, slot: str, outputs: Any) -> None: ...
+    def deliver(self, slot: str, generation: int, outputs: Any) -> None: ...
+
+    def replay(self, told: ev.Replay) -> None:
+        """Tell this reader what is known already, before anything that is delivered to it later."""
+
+    def cut(self, reader: str) -> None:
+        """End it with what it has, as an aborted one."""
 
     def fail(self, request_id: str, error: BelayerError) -> None: ...
 
@@ -57,11 +68,14 @@ class Shell:
         self._book, self._codec, self._sink, self._front, self._log = book, codec, sink, front, log
         self._context = zmq.asyncio.Context()
         self._links: dict[str, Link] = {}  # by worker id
-        self._joining: dict[str, asyncio.Task[bytes]] = {}  # by worker id
+        self._joining: dict[str, asyncio.Task[None]] = {}  # by worker id
+        self._made = 0  # links so far
+        self._life = uuid.uuid4().bytes
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.serving = asyncio.Event()
+        self._kept = Kept(core)
 
     async def watch(self) -> None:
         """Raises what broke a task of this shell: then its state cannot be trusted and the daemon must end."""
@@ -82,8 +96,17 @@ class Shell:
     def add(self, event: ev.Add) -> None:
         self._step(event)
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        self._step(ev.Abort(tuple(request_ids)))
+    def abort(self, request_ids: Iterable[str], left: bool = True) -> None:
+        self._step(ev.Abort(tuple(request_ids), left))
+
+    def paused(self, paused: bool) -> None:
+        self._step(ev.Paused(paused))
+
+    def recover(self, stories: Iterable[Any]) -> None:
+        """First of all: what the journal of an earlier life holds."""
+        self._step(ev.Recover(tuple(stories)))
+        if self.core.counters.recovered or len(self.core.archive):
+            self._log.info("recovered", running=self.core.counters.recovered, ended=len(self.core.archive))
 
     def call_utility(self, frames: Sequence[Any], slot: str) -> None:
         """Send an encoded utility call to the worker of ``slot``. Raises WorkerGone when it has none."""
@@ -113,21 +136,43 @@ class Shell:
         if joining is None:
             return  # told again, and it already serves
         try:
-            ready = await asyncio.shield(joining)
-            first = self._sink.welcome(event.slot, ready)
-        except (WorkerGone, BadMessage):
-            self._step(ev.ConnectFailed(event.slot, event.generation, event.worker_id))
-            raise
+            await asyncio.shield(joining)
         except asyncio.CancelledError as why:
             if joining.cancelled():
                 raise Fenced(f"worker {event.worker_id} was replaced before it was ready") from why
             raise
-        if self._joining.pop(event.worker_id, None) is not None:  # the first that waited for this greeting
-            link = self._links[event.worker_id]
-            for frames in first:
-                link.send([b"util", *frames])
-            self._run(link.read(self._on_output, self._on_torn))
-        self._step(ev.Ready(event.slot, event.generation, event.worker_id))
+
+    async def _join(self, link: Link, slot: str, generation: int) -> None:
+        try:
+            ready, standing = await link.greet(HELLO_S)
+            first = self._sink.welcome(slot, ready)
+        except (WorkerGone, BadMessage) as why:
+            self._log.error("worker_not_joined", slot=slot, worker=link.worker_id, why=str(why))
+            del self._joining[link.worker_id]  # it is this task: not to be cancelled by the Disconnect below
+            self._step(ev.ConnectFailed(slot, generation, link.worker_id))
+            raise
+        del self._joining[link.worker_id]
+        for frames in first:
+            link.send([b"util", *frames])
+        self._run(link.read(self._on_output, self._on_torn, self._on_beat))
+        self._run(self._ask(link))
+        # The first utility calls were counted in by the worker after it said its number, in this order.
+        self._step(ev.Ready(slot, generation, link.worker_id, None if standing is None else standing.seq))
+
+    async def _ask(self, link: Link) -> None:
+        """A link that was taken over by somebody else, or lost its last message, is silent: only asking shows it."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._links.get(link.worker_id) is not link:
+                return
+            if link.renewed >= RENEWALS:
+                self._log.error("link_mute", slot=link.slot, worker=link.worker_id)
+                self._step(ev.Mute(link.slot, link.worker_id))
+                return
+            if link.asked >= UNANSWERED:
+                link.renew()
+                self._run(link.read(self._on_output, self._on_torn, self._on_beat))
+            link.ask()
 
     def unregister(self, event: ev.Unregister) -> None:
         self._step(event)
@@ -137,7 +182,7 @@ class Shell:
     def _on_output(self, link: Link, stamp: Stamp, frames: Sequence[Any]) -> None:
         try:
             outputs = self._codec.decode(frames)
-            items = self._codec.items(outputs)
+            items = self._codec.items(outputs, self._kept)
         except BadMessage as why:
             self._on_torn(link, why)
             return
@@ -152,7 +197,10 @@ class Shell:
             self._sink.utility(link.slot, outputs)
             return
         self._codec.keep(outputs, kept)
-        self._sink.deliver(link.slot, outputs)
+        self._sink.deliver(link.slot, stamp.generation, outputs)
+
+    def _on_beat(self, link: Link, standing: Standing) -> None:
+        self._step(ev.Beat(link.slot, link.worker_id, standing.seq, standing.weight_version))
 
     def _on_torn(self, link: Link, why: BadMessage) -> None:
         self._log.error("link_torn", slot=link.slot, worker=link.worker_id, why=str(why))
@@ -160,15 +208,21 @@ class Shell:
 
     # -- effects ----------------------------------------------------------------------------------------------
 
-    def _step(self, event: ev.Event) -> list[tuple[int, bool]]:
+    def _step(self, event: ev.Event) -> list[tuple[int, bool, tuple[str, ...]]]:
         """Let the core decide, perform everything, set the timer. Returns the positions to deliver."""
-        kept: list[tuple[int, bool]] = []
+        kept: list[tuple[int, bool, tuple[str, ...]]] = []
         effects = self.core.step(event, clock.monotonic())
         self._write(effects)
         for effect in effects:
             match effect:
                 case ev.Deliver():
-                    kept.append((effect.position, effect.resumed))
+                    if effect.readers:
+                        kept.append((effect.position, effect.resumed, effect.readers))
+                case ev.Replay():
+                    self._sink.replay(effect)
+                case ev.Cut():
+                    for reader in effect.readers:
+                        self._sink.cut(reader)
                 case ev.SendAdd():
                     prefix = msgspec.msgpack.encode(effect.prefix) if effect.prefix else b""
                     self._links[effect.worker_id].send([b"add", prefix, *effect.frames])
@@ -191,15 +245,24 @@ class Shell:
 
     def _fail(self, effect: ev.Fail) -> None:
         self._log.warning("request_failed", request=effect.request_id, code=effect.code, why=effect.message)
-        self._sink.fail(
-            effect.request_id, from_code(effect.code, effect.message, kept=effect.kept, remedy=effect.remedy)
-        )
+        for reader in effect.readers:
+            self._sink.fail(reader, from_code(effect.code, effect.message, kept=effect.kept, remedy=effect.remedy))
 
     def _connect(self, effect: ev.Connect) -> None:
-        link = Link(self._context, effect.slot, effect.worker_id, effect.endpoint, self._front)
+        self._made += 1
+        token = self._life + self._made.to_bytes(4, "little")
+        link = Link(self._context, effect.slot, effect.worker_id, effect.endpoint, self._front, token)
         self._links[effect.worker_id] = link
-        self._joining[effect.worker_id] = asyncio.create_task(link.greet(HELLO_S))
+        joining = asyncio.create_task(self._join(link, effect.slot, effect.generation))
+        joining.add_done_callback(self._joined)
+        self._joining[effect.worker_id] = joining
         self._log.info("worker_joining", slot=effect.slot, generation=effect.generation, worker=effect.worker_id)
+
+    def _joined(self, task: asyncio.Task[None]) -> None:
+        """Expected failures are told to who waits in ``register``; when nobody does (a torn link), they are logged."""
+        if not task.cancelled() and isinstance(task.exception(), BelayerError):
+            return
+        self._ended(task)
 
     def _disconnect(self, effect: ev.Disconnect) -> None:
         self._links.pop(effect.worker_id).close()
@@ -214,7 +277,8 @@ class Shell:
         else:
             self.serving.clear()
         due = self.core.next_deadline()
-        if self._timer is not None and (due is None or self._timer.when() != due):
+        # A timer that rings early costs one look; one that is set anew for every token would cost more.
+        if self._timer is not None and (due is None or due < self._timer.when()):
             self._timer.cancel()
             self._timer = None
         if due is not None and self._timer is None:
@@ -240,11 +304,31 @@ class Shell:
         self._context.term()
 
 
+class Kept:
+    """The worker-side ids of requests whose outputs may be asked for again, as a container."""
+
+    def __init__(self, core: Core) -> None:
+        self._requests = core.requests
+
+    def __contains__(self, request_id: object) -> bool:
+        found = self._requests.get(request_id) if isinstance(request_id, str) else None
+        return found is not None and bool(found.name)
+
+
 def to_record(effect: ev.Effect) -> journal.Record | None:
     """The journal record of an effect, or None for effects that are not journaled."""
     match effect:
         case ev.JournalAdd():
-            return journal.Add(effect.request_id, effect.external_id, effect.frames, clock.wall())
+            return journal.Add(
+                effect.request_id,
+                effect.external_id,
+                effect.frames,
+                clock.wall(),
+                effect.name,
+                effect.digest,
+                effect.eager,
+                effect.on_death,
+            )
         case ev.JournalTokens():
             return journal.Tokens(
                 effect.request_id,
@@ -253,7 +337,8 @@ def to_record(effect: ev.Effect) -> journal.Record | None:
                 effect.slot,
                 effect.generation,
                 effect.weight_version,
+                effect.rows,
             )
         case ev.JournalFinish():
-            return journal.Finish(effect.request_id, effect.reason, effect.length, clock.wall())
+            return journal.Finish(effect.request_id, effect.reason, effect.length, clock.wall(), effect.stop)
     return None

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any
 
-import msgspec
 import vllm.v1.engine.async_llm as async_llm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -25,11 +26,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import AsyncMPClient, BackgroundResources
 from vllm.v1.engine.exceptions import EngineDeadError
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.version import __version__ as VERSION
 
-from belayer.errors import BadMessage, HostUnfit
-from belayerd.router import events as ev
+from belayer.errors import HostUnfit
+from belayerd.router.ticket import TICKET
+from belayerd.router.vllm_codec import Codec
 
 PINNED = "0.32."
 
@@ -106,10 +107,13 @@ def parse_args(argv: Sequence[str]) -> Namespace:
     return args
 
 
-def make_engine(args: Namespace, make_client: Callable[..., Any], healthy: Callable[[], bool]) -> Any:
+def make_engine(
+    args: Namespace, make_client: Callable[..., Any], healthy: Callable[[], bool], leaving: ContextVar[bool]
+) -> Any:
     """vLLM's AsyncLLM over the client that ``make_client(vllm_config, renderer, log_stats)`` returns.
 
-    ``healthy``: /health and /ping answer 503 while it is False. Call it inside the running event loop.
+    ``healthy``: /health and /ping answer 503 while it is False. ``leaving`` is True inside the aborts of requests
+    whose client went away. Call it inside the running event loop.
     """
 
     class Factory:
@@ -118,6 +122,27 @@ def make_engine(args: Namespace, make_client: Callable[..., Any], healthy: Calla
             return make_client(vllm_config, renderer, log_stats)
 
     class FrontEngine(async_llm.AsyncLLM):
+        async def generate(self, *args: Any, **named: Any) -> AsyncGenerator[Any, None]:
+            """As it is, and counted on the ticket of the HTTP request."""
+            ticket = TICKET.get()
+            if ticket is not None:
+                ticket.prompts += 1
+            async with aclosing(super().generate(*args, **named)) as outputs:
+                async for output in outputs:
+                    if ticket is not None:
+                        for choice in output.outputs:
+                            ticket.took(choice.index, len(choice.token_ids), whole=False)
+                    yield output
+                    if ticket is not None:
+                        ticket.asks_on()
+
+        async def abort(self, request_id: Any, internal: bool = False) -> None:
+            before = leaving.set(True)
+            try:
+                await super().abort(request_id, internal)
+            finally:
+                leaving.reset(before)
+
         async def check_health(self) -> None:
             await super().check_health()
             if not healthy():
@@ -136,56 +161,3 @@ def utility_failed(message: str) -> Exception:
     """What an engine says when an admin call fails: 500 with its words."""
     error: Exception = VLLMServerError(message)
     return error
-
-
-_MAX_TOKEN = 1 << 31
-
-# msgspec: not MessagePack, or another shape; the rest: what vLLM's array hooks raise on a bad dtype or buffer.
-_UNREADABLE = (
-    msgspec.MsgspecError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
-class Codec:
-    """Frames of the data plane <-> vLLM's structs (vLLM's own MessagePack with out-of-band tensor frames)."""
-
-    def __init__(self) -> None:
-        self._encoder = MsgpackEncoder()
-        self._decoder = MsgpackDecoder(EngineCoreOutputs)
-
-    def encode(self, thing: Any) -> tuple[bytes, ...]:
-        """Copies the frames: they are kept for the life of a request, tensors may be freed before."""
-        return tuple(bytes(frame) for frame in self._encoder.encode(thing))
-
-    def decode(self, frames: Sequence[Any]) -> Any:
-        try:
-            return self._decoder.decode(frames)
-        except _UNREADABLE as why:
-            raise BadMessage(f"not the outputs of an engine step: {why}") from why
-
-    def items(self, outputs: Any) -> tuple[ev.Item, ...]:
-        """Raises BadMessage for token ids that no vocabulary has: vLLM's detokeniser would break on them, and with
-        it every request."""
-        rows = []
-        for row in outputs.outputs:
-            tokens = tuple(row.new_token_ids)
-            if not all(0 <= token < _MAX_TOKEN for token in tokens):
-                raise BadMessage(f"request {row.request_id} got token ids {tokens[:4]}")
-            rows.append(ev.Item(row.request_id, tokens, "" if row.finish_reason is None else str(row.finish_reason)))
-        return tuple(rows)
-
-    def keep(self, outputs: Any, kept: Sequence[tuple[int, bool]]) -> None:
-        rows = []
-        for position, resumed in kept:
-            row = outputs.outputs[position]
-            if resumed:
-                row.prefill_stats = row.events = None
-            rows.append(row)
-        outputs.outputs = rows

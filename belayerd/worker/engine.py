@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 import structlog
 import zmq
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from belayer import wire
 from belayer.clock import Stopwatch
@@ -27,6 +27,7 @@ from belayer.messages.common import Done, Ping, Pong
 from belayer.rpc import to_reply
 from belayerd.worker.adapter.core import Core
 from belayerd.worker.adapter.reuse import Reuse
+from belayerd.worker.fronts import Fronts
 from belayerd.worker.heart import EVERY_S, Heart
 from belayerd.worker.priority import come_back
 from belayerd.worker.standby import same_oracle, take_oracle
@@ -96,6 +97,10 @@ class Outbox:
         self._encoder = MsgpackEncoder()
         self._seq: dict[int, int] = defaultdict(int)
 
+    def seq(self, client: int) -> int:
+        """The number of the next message to this front."""
+        return self._seq[client]
+
     def send(self, client: int, outputs: EngineCoreOutputs) -> None:
         standing = self._standing
         stamp = m.Stamp(
@@ -113,6 +118,7 @@ class Engine:
     def __init__(
         self,
         line: Line,
+        outbox: Outbox,
         core: Core,
         heart: Heart,
         standing: Standing,
@@ -123,8 +129,13 @@ class Engine:
     ) -> None:
         self._line, self._core, self._heart, self._standing = line, core, heart, standing
         self._weights, self._arena, self._vocab, self._reuse = weights, arena, vocab, reuse
-        self._requests = MsgpackDecoder(EngineCoreRequest)
-        self._plain = MsgpackDecoder()
+        self._fronts = Fronts(
+            line.send,
+            core,
+            main=lambda: standing.state is m.WorkerState.MAIN,
+            seq=outbox.seq,
+            version=core.weight_version,
+        )
         self._control: wire.Decoder[Any] = wire.Decoder(m.Request)
         self._leaving = False
 
@@ -147,32 +158,7 @@ class Engine:
             if frames[0] == CONTROL:
                 self._answer_control(frames)
             elif len(frames[0]) == 2:
-                self._from_front(frames[0], frames[1], frames[2:])
-
-    def _from_front(self, front: bytes, kind: bytes, rest: list[bytes]) -> None:
-        client = int.from_bytes(front, "little")
-        try:
-            if kind == b"hello":
-                self._line.send([front, b"ready", msgspec.msgpack.encode(self._core._make_ready_response())])
-            elif kind == b"add" and len(rest) >= 2:
-                self._add(client, rest[0], rest[1:])
-            elif kind == b"abort" and rest:
-                self._core.abort(msgspec.msgpack.decode(rest[0], type=list[str]))
-            elif kind == b"util" and rest:
-                _, call, method, args = self._plain.decode(rest)
-                self._core.utility((client, call, method, args))
-        # A peer's bytes concern that message alone; vLLM's decoder raises whatever its hooks raise.
-        except Exception as why:  # noqa: BLE001
-            logger.warning("message_dropped", kind=repr(kind[:16]), front=client, why=repr(why))
-
-    def _add(self, client: int, prefix: bytes, frames: list[bytes]) -> None:
-        request: EngineCoreRequest = self._requests.decode(frames)
-        request.client_index = client
-        if self._standing.state is not m.WorkerState.MAIN:
-            logger.warning("request_refused", request=request.request_id, state=self._standing.state.value)
-            self._core.refuse(request)
-            return
-        self._core.add(request, msgspec.msgpack.decode(prefix, type=list[int]) if prefix else [])
+                self._fronts.take(frames[0], frames[1], frames[2:])
 
     def _answer_control(self, frames: list[bytes]) -> None:
         if len(frames) != 4 or frames[1] != b"ctl":

@@ -60,7 +60,8 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     args = engine_args(model, slot)
     # Unseeded requests draw from the process's generator; two workers of a slot must not draw the same numbers.
     args.seed = int.from_bytes(os.urandom(4), "little")
-    core = Core(args, Outbox(line, standing, heart).send)
+    outbox = Outbox(line, standing, heart)
+    core = Core(args, outbox.send)
     core.model_executor.collective_rpc("assert_arena")
     reuse = Reuse(core, arena.mapping.buffer_from(slot.kv_bytes)) if slot.kv_reuse else None
     core.after_step = reuse.after_step if reuse else core.after_step
@@ -73,7 +74,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     lap("oracle")
     standing.state = WorkerState.STANDBY
     logger.info("standby", worker=worker_id, **standing.start_ms)
-    Engine(line, core, heart, standing, view, arena, vocab, reuse).run()
+    Engine(line, outbox, core, heart, standing, view, arena, vocab, reuse).run()
     line.close()
 
 

@@ -15,9 +15,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from belayer.errors import BadMessage
+from belayer.errors import BadMessage, Refused
 from belayerd.router import events as ev
 from belayerd.router import vllm_seam as seam
+from belayerd.router.records import Span
 
 
 def test_this_vllm_fits() -> None:
@@ -66,11 +67,32 @@ def outputs() -> EngineCoreOutputs:
 def test_outputs_become_items_and_only_what_is_kept_stays() -> None:
     codec = seam.Codec()
     decoded = codec.decode(MsgpackEncoder().encode(outputs()))
-    assert codec.items(decoded) == (ev.Item("a", (1, 2)), ev.Item("b", (), "stop"), ev.Item("c", (3,)))
-    codec.keep(decoded, [(0, True), (2, False)])
+    assert codec.items(decoded, ()) == (ev.Item("a", (1, 2)), ev.Item("b", (), "stop", 7), ev.Item("c", (3,)))
+    codec.keep(decoded, [(0, True, ("a",)), (2, False, ("c",))])
     assert [row.request_id for row in decoded.outputs] == ["a", "c"]
     assert decoded.outputs[0].events is None
     assert decoded.outputs[0].new_logprobs.logprobs.shape == (1, 90)
+
+
+def test_outputs_of_a_named_request_are_told_again_as_they_came() -> None:
+    codec = seam.Codec()
+    decoded = codec.decode(MsgpackEncoder().encode(outputs()))
+    first, _, third = codec.items(decoded, ("a", "c"))
+    assert first.row
+    assert third.row == b"", "tokens tell all of it"
+    spans = (Span(0, "s", 1, "4"), Span(3, "s", 2, "5"))
+    told = ev.Replay("new", (1, 2, 3, 4), ((0, first.row),), spans, "stop", 7)
+    mine, rest = codec.told(told, 0, 2), codec.told(told, 2, 4, end=True)
+    assert [(m.weight_version, [(r.request_id, r.new_token_ids) for r in m.outputs]) for m in mine + rest] == [
+        ("4", [("new", [1, 2])]),
+        ("4", [("new", [3])]),
+        ("5", [("new", [4])]),
+        (None, [("new", [])]),
+    ]
+    assert mine[0].outputs[0].new_logprobs.logprobs.shape == (1, 90)
+    assert (rest[-1].outputs[0].finish_reason, rest[-1].outputs[0].stop_reason) == (FinishReason.STOP, 7)
+    with pytest.raises(Refused, match="inside one step"):
+        codec.told(told, 0, 1)
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 31, 1 << 40])
@@ -79,7 +101,7 @@ def test_a_token_that_no_vocabulary_has_is_a_bad_message(token: int) -> None:
     codec = seam.Codec()
     decoded = codec.decode(frames)
     with pytest.raises(BadMessage):
-        codec.items(decoded)
+        codec.items(decoded, ())
 
 
 @given(st.lists(st.binary(max_size=80), min_size=1, max_size=4))
@@ -87,7 +109,7 @@ def test_a_token_that_no_vocabulary_has_is_a_bad_message(token: int) -> None:
 def test_garbage_is_a_bad_message(frames: list[bytes]) -> None:
     codec = seam.Codec()
     with contextlib.suppress(BadMessage):  # the only exception that may come out
-        codec.items(codec.decode(frames))
+        codec.items(codec.decode(frames), ())
 
 
 @given(st.data())
@@ -99,7 +121,7 @@ def test_a_damaged_message_is_a_bad_message_or_still_one(data: st.DataObject) ->
         frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
     codec = seam.Codec()
     with contextlib.suppress(BadMessage):  # the only exception that may come out
-        codec.items(codec.decode(frames))
+        codec.items(codec.decode(frames), ())
 
 
 @pytest.mark.parametrize("drop", [0, 1])

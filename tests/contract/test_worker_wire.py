@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from belayer.messages import worker as w
@@ -136,6 +137,35 @@ def test_an_abort_frees_the_engine_without_an_output(peer: Peer, front: FrontCli
     front.abort(["left", "never-was"])
     front.until(lambda: peer.running() == 0)
     assert stream.finish is None
+
+
+def test_a_hello_with_a_new_token_drops_what_ran_for_the_old_one(peer: Peer, front: FrontClient) -> None:
+    """And ``ready`` is the border: nothing of the old link comes after it, the next number is the one that it named."""
+    front.greet(b"one")
+    old = front.add(engine_request("dropped", PROMPT, max_tokens=400, temperature=0.0, ignore_eos=True))
+    front.until(lambda: old.tokens)
+    front.greet(b"one")
+    assert peer.running() == 1, "the same link again: only a question"
+    standing = front.greet(b"two")
+    assert peer.running() == 0
+    assert standing["weight_version"] == "1"
+    assert standing["seq"] == front.seqs[-1] + 1
+    had = list(old.tokens)
+    rest = front.generate(
+        engine_request("dropped", PROMPT, max_tokens=len(had) + 4, temperature=0.0, ignore_eos=True), had
+    )
+    assert (len(rest.tokens), rest.finish) == (4, "length")
+
+
+def test_a_request_that_cannot_be_read_is_answered_with_an_error(front: FrontClient) -> None:
+    """Silence would leave its client waiting for ever. A damaged one whose id can be read, then a good one."""
+    stream = front.add_raw("unreadable", [b"add", b"", msgspec.msgpack.encode(["unreadable", "no token ids", 5, 5])])
+    front.finish(stream, timeout=20)
+    assert (stream.finish, stream.tokens) == ("error", [])
+    bad_prefix = front.add_raw("bad-prefix", [b"add", b"\xc1", *front.encode(engine_request("bad-prefix", PROMPT))])
+    front.finish(bad_prefix, timeout=20)
+    assert bad_prefix.finish == "error"
+    assert front.generate(engine_request("good", PROMPT, max_tokens=2, temperature=0.0)).finish == "length"
 
 
 def test_utilities_are_answered_by_call_id(front: FrontClient) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from belayer.errors import Fenced, SlotUnknown, WorkerGone
 from belayer.paths import Paths
-from belayerd.router.journal import read
+from belayerd.router.journal_reader import read
 from tests.support.router_host import FakeWorker, RouterHost
 from tests.support.streams import Seen, Stream, chat, completion, tokens_in
 from tests.support.wait import eventually

@@ -17,7 +17,7 @@ import pytest
 from belayer.messages.common import Ping, Pong
 from belayer.paths import Paths
 from belayer.rpc import SyncClient, call_sync
-from belayerd.router.journal import read
+from belayerd.router.journal_reader import read
 from tests.support.router_host import MODEL, RouterHost, config_text, free_port, spawn_router
 from tests.support.streams import Stream, completion
 from tests.support.wait import eventually

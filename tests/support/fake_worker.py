@@ -88,6 +88,7 @@ class RecordedEngine:
         self.held = self.paused = False
         self.released = False
         self.seq: dict[bytes, int] = {}
+        self.tokens: dict[bytes, bytes] = {}
         self.steps = 0
         self.socket = zmq.Context().socket(zmq.ROUTER)
         self.socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -105,7 +106,7 @@ class RecordedEngine:
             idle = not self.live or self.held or self.paused
             wait = 20 if idle else max(0.0, (next_step - monotonic()) * 1e3)
             while self.socket.poll(wait):
-                self.take(self.socket.recv_multipart())
+                self.hear(self.socket.recv_multipart())
                 wait = 0
             self.held = self.held and not self.released
             if self.babble:
@@ -115,20 +116,47 @@ class RecordedEngine:
                 next_step = monotonic() + self.args.step_ms / 1e3
                 self.step()
 
+    def hear(self, frames: list[bytes]) -> None:
+        """As the worker: what a peer says concerns that message alone."""
+        try:
+            self.take(frames)
+        except (LookupError, TypeError, ValueError, AttributeError, msgpack.UnpackException) as why:
+            self.tell(f"dropped {why!r}")
+
     def take(self, frames: list[bytes]) -> None:
         peer, kind, *rest = frames
         match kind:
             case b"hello":
-                self.socket.send_multipart([peer, b"ready", msgpack.packb(self.ready())])
+                self.hello(peer, rest)
             case b"add":
                 self.add(peer, rest)
             case b"abort":
                 for request_id in msgpack.unpackb(rest[0]):
-                    self.live.pop(request_id, None)
+                    if self.live.pop(request_id, None) is not None:
+                        self.tell(f"abort {request_id}")
             case b"util":
                 self.utility(peer, rest)
             case b"ctl":
                 self.control(peer, rest)
+
+    def tell(self, line: str) -> None:
+        """Write down what happened to this engine, for a test to read."""
+        if self.args.tell:
+            with open(self.args.tell, "a") as file:
+                file.write(line + "\n")
+
+    def hello(self, peer: bytes, rest: list[bytes]) -> None:
+        if self.args.deaf:
+            return
+        token = rest[0] if rest else b""
+        if token and self.tokens.get(peer) != token:
+            self.tokens[peer] = token
+            client = int.from_bytes(peer, "little")
+            for request_id in [one for one, live in self.live.items() if live.client == client]:
+                del self.live[request_id]
+                self.tell(f"drop {request_id}")
+        standing = {"seq": self.seq.get(peer, 0), "weight_version": self.args.weight_version}
+        self.socket.send_multipart([peer, b"ready", msgpack.packb(self.ready()), token, msgpack.packb(standing)])
 
     def ready(self) -> dict[str, Any]:
         return {
@@ -152,7 +180,13 @@ class RecordedEngine:
         }
 
     def add(self, peer: bytes, rest: list[bytes]) -> None:
-        request = parse_request(rest[1:], rest[0])
+        try:
+            request = parse_request(rest[1:], rest[0])
+        except (LookupError, TypeError, ValueError, AttributeError):
+            request_id = msgpack.unpackb(rest[1], strict_map_key=False)[0]
+            self.send(peer, [[request_id, [], None, None, None, ERROR]])
+            return
+        self.tell(f"add {request.request_id} {len(request.tokens)}")
         request.client = int.from_bytes(peer, "little")  # as the worker: who asks is who is answered
         if not self.main:
             self.send(peer, [self.row(request, [], ERROR)])
@@ -268,6 +302,8 @@ def main() -> int:
     parser.add_argument("--stamp-generation", type=int)
     parser.add_argument("--standby", action="store_true")
     parser.add_argument("--weight-version", default="1")
+    parser.add_argument("--tell", help="file that gets a line for each add, abort and drop")
+    parser.add_argument("--deaf", action="store_true", help="answer no hello")
     parser.add_argument("--max-model-len", type=int, default=2048)
     engine = RecordedEngine(parser.parse_args())
     engine.main = not engine.args.standby

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+import httpx
 import zmq
 from tokenizers import Tokenizer
 
@@ -131,7 +132,7 @@ class RouterHost:
         endpoint = f"ipc://{Paths(self.root).worker_sock(worker_id)}"
         command = [sys.executable, "-m", "tests.support.fake_worker", "--endpoint", endpoint, "--slot", slot]
         command += ["--generation", str(generation), "--worker-id", worker_id]
-        command += ["--record", str(self.root / "record.json"), *args]
+        command += ["--record", str(self.root / "record.json"), "--tell", str(self.root / "told"), *args]
         process = subprocess.Popen(command, cwd=TREE, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "bound\n"
@@ -158,6 +159,32 @@ class RouterHost:
         return self.rpc.call(
             UnregisterWorker(slot=fake.slot, generation=fake.generation, gone=gone, reason=reason), Done
         )
+
+    def kill_and_return(self) -> None:
+        """SIGKILL the router; start it again; register the workers that live, as belayerd does."""
+        self.process.kill()
+        assert self.process.wait(10) == -signal.SIGKILL
+        self.come_back()
+
+    def come_back(self) -> None:
+        self.rpc.close()
+        self.log.close()
+        self.process, self.log = spawn_router(self.root)
+        eventually(self.answers, within=120, what=f"router is back; see {self.root}/router.log", every=0.1)
+        self.rpc = SyncClient(Paths(self.root).router_sock)
+        for fake in self.fakes:
+            if fake.process.poll() is None and self.lives[fake.slot] == fake.generation:
+                self.register(fake)
+
+    def told(self) -> list[str]:
+        """What the engines wrote down: "add ID TOKENS", "abort ID", "drop ID", in order."""
+        path = self.root / "told"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def metric(self, line: str) -> float:
+        """The value of a metric; ``line``: its name with its labels."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return next((float(row.rpartition(" ")[2]) for row in text.splitlines() if row.startswith(f"{line} ")), 0.0)
 
     def status(self) -> RouterStatusReply:
         return self.rpc.call(RouterStatus(), RouterStatusReply)

@@ -99,12 +99,30 @@ class FrontClient:
         self.seqs: list[int] = []
         self.utilities: list[Any] = []
         self.ready: dict[str, Any] | None = None
+        self.standing: dict[str, Any] = {}
+        self.answers = 0
 
     def hello(self, timeout: float = 10.0) -> dict[str, Any]:
         self.socket.send_multipart([b"hello"])
         self.until(lambda: self.ready is not None, timeout)
         assert self.ready is not None
         return self.ready
+
+    def greet(self, token: bytes, timeout: float = 10.0) -> dict[str, Any]:
+        """A hello of the link that ``token`` names; what the worker says of itself in its answer."""
+        before = self.answers
+        self.socket.send_multipart([b"hello", token])
+        self.until(lambda: self.answers > before, timeout)
+        return self.standing
+
+    def encode(self, thing: Any) -> list[Any]:
+        return list(self._encoder.encode(thing))
+
+    def add_raw(self, request_id: str, frames: list[Any]) -> Stream:
+        """Frames as they are; what is said about ``request_id`` is listened to."""
+        stream = self.streams[request_id] = Stream()
+        self.socket.send_multipart(frames)
+        return stream
 
     def add(self, request: EngineCoreRequest, prefix: list[int] | None = None, stream: Stream | None = None) -> Stream:
         """``stream``: what earlier workers said of it, to go on with."""
@@ -125,6 +143,8 @@ class FrontClient:
         frames = self.socket.recv_multipart()
         if frames[0] == b"ready":
             self.ready = msgspec.msgpack.decode(frames[1])
+            self.standing = msgspec.msgpack.decode(frames[3])
+            self.answers += 1
             return
         stamp = msgspec.msgpack.decode(frames[1], type=Stamp)
         self.seqs.append(stamp.seq)

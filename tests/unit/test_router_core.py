@@ -56,7 +56,7 @@ def test_after_a_death_the_same_slot_gets_the_request_again_with_its_tokens() ->
     assert core.waiting == 1
     assert of(serve(core, "a", 1, 2.0), ev.SendAdd) == [ev.SendAdd("a-1", "r", FRAMES, (7, 8))]
     done = out(core, "a", 1, 0, ev.Item("r", (9,), "length"), now=2.5)
-    assert of(done, ev.Deliver) == [ev.Deliver("r", 0, resumed=True)]
+    assert of(done, ev.Deliver) == [ev.Deliver("r", 0, True, ("r",))]
     note = core.slots["a"].last_resume
     assert note is not None
     assert (note.generation, note.resumed, note.first_token_ms) == (1, 1, pytest.approx(500.0))
@@ -173,9 +173,65 @@ def test_a_doubled_or_missing_message_ends_the_link_not_the_request(seq: int) ->
     serve(core, "a", 0)
     core.step(ev.Add("r", FRAMES), 0.0)
     out(core, "a", 0, 0, ev.Item("r", (1,)))
-    assert out(core, "a", 0, seq, ev.Item("r", (2,))) == [ev.Disconnect("a", "a-0")]
-    assert of(serve(core, "a", 1), ev.SendAdd) == [ev.SendAdd("a-1", "r", FRAMES, (1,))]
+    anew = [ev.Disconnect("a", "a-0"), ev.Connect("a", 0, "a-0", "ipc://a-0")]
+    assert out(core, "a", 0, seq, ev.Item("r", (2,))) == anew
+    again = core.step(ev.Ready("a", 0, "a-0", seq=7), 1.0)
+    assert of(again, ev.SendAdd) == [ev.SendAdd("a-0", "r", FRAMES, (1,))]
+    assert of(out(core, "a", 0, 7, ev.Item("r", (2,))), ev.Deliver)
     assert core.requests["r"].deaths == 0
+
+
+def test_a_link_that_is_torn_again_and_again_waits_for_the_next_generation() -> None:
+    core = Core(Limits(tears=2))
+    serve(core, "a", 0)
+    core.step(ev.Add("r", FRAMES), 0.0)
+    for _ in range(2):
+        assert of(core.step(ev.Torn("a", "a-0"), 0.0), ev.Connect)
+        core.step(ev.Ready("a", 0, "a-0"), 0.0)
+    assert core.step(ev.Torn("a", "a-0"), 0.0) == [ev.Disconnect("a", "a-0")]
+    assert of(serve(core, "a", 1), ev.SendAdd) == [ev.SendAdd("a-1", "r", FRAMES, ())]
+    assert core.slots["a"].tears == 0
+
+
+def test_an_answer_with_another_count_shows_what_no_message_showed() -> None:
+    """The last message of a request was lost: nothing more comes, so nothing would ever show the gap."""
+    core = Core(Limits())
+    serve(core, "a", 0)
+    core.step(ev.Add("r", FRAMES), 0.0)
+    out(core, "a", 0, 0, ev.Item("r", (1,)))
+    assert core.step(ev.Beat("a", "a-0", 1), 0.0) == []
+    assert of(core.step(ev.Beat("a", "a-0", 2), 0.0), ev.Connect)
+    assert of(core.step(ev.Ready("a", 0, "a-0", 2), 0.0), ev.SendAdd) == [ev.SendAdd("a-0", "r", FRAMES, (1,))]
+    assert core.counters.torn_links == 1
+
+
+def test_a_worker_that_says_nothing_about_a_request_loses_it_to_another_slot() -> None:
+    core = Core(Limits(silence_s=30.0))
+    serve(core, "a", 0)
+    core.step(ev.Add("r", FRAMES), 0.0)
+    out(core, "a", 0, 0, ev.Item("r", (1,)), now=5.0)
+    serve(core, "b", 0)
+    assert core.next_deadline() == 35.0
+    assert core.step(ev.Tick(), 34.0) == []
+    moved = core.step(ev.Tick(), 35.0)
+    assert moved == [ev.SendAbort("a-0", ("r",)), ev.SendAdd("b-0", "r", FRAMES, (1,))]
+    assert not of(out(core, "a", 0, 1, ev.Item("r", (2,))), ev.Deliver)
+
+
+def test_without_another_slot_silence_ends_in_a_typed_error_and_a_pause_is_no_silence() -> None:
+    core = Core(Limits(silence_s=30.0))
+    serve(core, "a", 0)
+    core.step(ev.Add("r", FRAMES), 0.0)
+    core.step(ev.Paused(True), 10.0)
+    assert core.next_deadline() is None
+    assert core.step(ev.Tick(), 100.0) == []
+    core.step(ev.Paused(False), 200.0)
+    assert core.next_deadline() == 230.0
+    abort, _, fail = core.step(ev.Tick(), 230.0)
+    assert abort == ev.SendAbort("a-0", ("r",))
+    assert isinstance(fail, ev.Fail)
+    assert (fail.code, fail.readers) == ("request_stalled", ("r",))
+    assert core.requests == {}
 
 
 def test_what_cannot_be_continued_ends_with_a_typed_error_only_if_it_had_tokens() -> None:

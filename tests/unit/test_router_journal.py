@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from belayerd.router import events as ev
 from belayerd.router.core import Core, Limits
-from belayerd.router.journal import Add, Finish, Journal, Record, Tokens, read, records, segments
+from belayerd.router.journal import Add, Finish, Journal, Record, Tokens, segments
+from belayerd.router.journal_reader import read, records
 
 ROWS: list[Record] = [
     Add("r1", "client-1", (b"\x00\xffframe", b"second"), 12.5),
     Tokens("r1", 0, tuple(range(300)), "slot0", 3, "7"),
-    Tokens("r1", 300, (5, 6), "slot0", 4, "7", b"rows"),
+    Tokens("r1", 300, (5, 6), "slot0", 4, "7", ((301, b"row"),)),
     Add("r2", "", (b"f",), 13.0),
     Finish("r1", "stop", 302, 14.0),
 ]

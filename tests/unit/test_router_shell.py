@@ -37,11 +37,11 @@ class PlainCodec:
         except msgspec.DecodeError as why:
             raise BadMessage(str(why)) from why
 
-    def items(self, outputs: Outputs) -> tuple[ev.Item, ...]:
+    def items(self, outputs: Outputs, named: Any) -> tuple[ev.Item, ...]:
         return tuple(outputs.items)
 
-    def keep(self, outputs: Outputs, kept: Sequence[tuple[int, bool]]) -> None:
-        outputs.items = [outputs.items[position] for position, _ in kept]
+    def keep(self, outputs: Outputs, kept: Sequence[tuple[int, bool, tuple[str, ...]]]) -> None:
+        outputs.items = [outputs.items[position] for position, _, _ in kept]
 
 
 class Heard:
@@ -49,16 +49,23 @@ class Heard:
 
     def __init__(self, trap: bool = False) -> None:
         self.trap = trap
+        self.replayed: list[ev.Replay] = []
         self.tokens: asyncio.Queue[int] = asyncio.Queue()
         self.failed: asyncio.Queue[str] = asyncio.Queue()
         self.left_slots: asyncio.Queue[str] = asyncio.Queue()
 
-    def deliver(self, slot: str, outputs: Outputs) -> None:
+    def deliver(self, slot: str, generation: int, outputs: Outputs) -> None:
         if self.trap:
             raise ZeroDivisionError("a bug of ours")
         for item in outputs.items:
             for token in item.tokens:
                 self.tokens.put_nowait(token)
+
+    def replay(self, told: ev.Replay) -> None:
+        self.replayed.append(told)
+
+    def cut(self, reader: str) -> None:
+        self.failed.put_nowait(f"{reader} cut")
 
     def fail(self, request_id: str, error: BelayerError) -> None:
         self.failed.put_nowait(f"{request_id} {error.code}")
@@ -88,9 +95,10 @@ class Scene:
 
     async def join(self) -> None:
         joining = asyncio.create_task(self.shell.register(ev.Register("s", 1, "w", self.endpoint)))
-        peer, kind = await self.worker.recv_multipart()
+        peer, kind, token = await self.worker.recv_multipart()
         assert (peer, kind) == (b"\0\0", b"hello")
-        await self.worker.send_multipart([peer, b"ready", b""])
+        standing = msgspec.msgpack.encode({"seq": self.seq})
+        await self.worker.send_multipart([peer, b"ready", b"", token, standing])
         await joining
 
     async def say(self, *items: ev.Item) -> None:

@@ -156,8 +156,21 @@ class Core(EngineCoreProc):
         """``call``: (client_index, call_id, method, args); answered through ``send``."""
         self._handle_client_request(EngineCoreRequestType.UTILITY, call)
 
+    def weight_version(self) -> str:
+        return str(self._weight_version)
+
+    def drop(self, client: int) -> list[str]:
+        """Abort all that runs for a front, without an output; the ids."""
+        ids = [one.request_id for one in self.scheduler.requests.values() if one.client_index == client]
+        if ids:
+            self.abort(ids)
+        return ids
+
     def refuse(self, request: EngineCoreRequest) -> None:
-        self._send_error_outputs_to_client([request.request_id], request.client_index)
+        self.refuse_id(request.request_id, request.client_index)
+
+    def refuse_id(self, request_id: str, client: int) -> None:
+        self._send_error_outputs_to_client([request_id], client)
 
     def turn(self) -> bool:
         """One step when there is work; True when the model ran."""

@@ -1,0 +1,108 @@
+"""The way out: each chunk says who made it and where it ends, and what a client has already is not sent again.
+
+The stamp is one more field of the JSON, ``"belayer": {"slot", "generation", "position"}``, put before its last brace:
+clients ignore fields that they do not know, while an SSE ``id:`` line breaks some that parse events by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Send
+
+from belayerd.router.ticket import Ticket
+
+_EVENT, _END = b"data: {", b"}\n\n"
+_ERROR = b'data: {"error"'
+_ROLE = b'"delta":{"role":'  # the first chunk of a chat tells the role alone; its tokens are in the next one
+_FINISH = re.compile(rb'"finish_reason":"')
+_INDEX = re.compile(rb'"choices":\[\{"index":(\d+)')
+
+
+class Answer:
+    """An ASGI ``send`` around another."""
+
+    def __init__(self, send: Send, ticket: Ticket, mistakes: Counter[int]) -> None:
+        self._send, self._ticket, self._mistakes = send, ticket, mistakes
+        self._kind = ""
+        self._start: Message | None = None
+        self._sent: dict[int, int] = {}  # tokens per choice in the chunks that are out
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+        elif message["type"] == "http.response.body" and self._kind:
+            await self._body(message)
+        else:
+            await self._send(message)
+
+    async def _begin(self, message: Message) -> None:
+        status: int = message["status"]
+        if 400 <= status < 500:
+            self._mistakes[status] += 1
+        kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
+        if (status == 200 and self._ticket.readers) or kind.startswith(b"text/event-stream"):
+            self._kind = "events" if kind.startswith(b"text/event-stream") else "json"
+        if self._kind == "json":
+            self._start = message  # its content-length is known with the body
+        else:
+            await self._send(message)
+
+    async def _body(self, message: Message) -> None:
+        body = message.get("body", b"")
+        if self._kind == "events":
+            kept = self._event(body)
+            if kept is None and message.get("more_body", False):
+                return
+            await self._send({**message, "body": kept or b""})
+            return
+        if self._start is not None:
+            start, self._start = self._start, None
+            if not message.get("more_body", False) and body.endswith(b"}"):
+                body = self._stamped(body[:-1], b"}")
+                message = {**message, "body": body}
+                rows = [row for row in start["headers"] if row[0].lower() != b"content-length"]
+                start["headers"] = [*rows, (b"content-length", str(len(body)).encode())]
+            await self._send(start)
+        await self._send(message)
+
+    def _event(self, body: bytes) -> bytes | None:
+        """The chunk as it goes out; None: the client has it."""
+        if not (body.startswith(_EVENT) and body.endswith(_END)) or body.startswith(_ERROR):
+            return body
+        if self._ticket.skipping:
+            if not _FINISH.search(body):
+                return None
+            body = _finish_only(body)
+        return self._stamped(body[: -len(_END)], _END)
+
+    def _stamped(self, body: bytes, end: bytes) -> bytes:
+        ticket = self._ticket
+        if ticket.prompts != 1:
+            return body + end
+        found = _INDEX.search(body) if len(ticket.readers) > 1 else None
+        if len(ticket.readers) > 1 and (found is None or end == b"}"):
+            return body + end  # of all choices: the usage, or a whole answer
+        index = int(found[1]) if found else 0
+        if _ROLE not in body:
+            self._sent[index] = ticket.at.get(index, 0)
+        position = self._sent.get(index, 0)
+        course = ticket.courses.get(index)
+        maker = course.maker(max(position, 1)) if course else None
+        if maker is None:
+            return body + end
+        stamp = {"slot": maker.slot, "generation": maker.generation, "position": position}
+        return body + b',"belayer":' + msgspec.json.encode(stamp) + end
+
+
+def _finish_only(body: bytes) -> bytes:
+    """A chunk whose tokens the client has but which also ends the text: only the end goes out."""
+    chunk: dict[str, Any] = msgspec.json.decode(body[len(b"data: ") :])
+    for choice in chunk.get("choices", ()):
+        for name, nothing in (("delta", {}), ("text", ""), ("token_ids", []), ("logprobs", None)):
+            if name in choice:
+                choice[name] = nothing
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"

@@ -1,0 +1,192 @@
+"""Before vLLM's routes: bounds on what a client may send, admission, and what it asks of the router itself.
+
+Header or body field (the header wins): ``X-Request-Id`` / ``request_id``, ``X-Belayer-Position`` /
+``belayer_position``, ``X-Belayer-On-Death`` / ``belayer_on_death``; docs/router.md says what they mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from belayerd.router.answer import Answer
+from belayerd.router.core import Core
+from belayerd.router.events import OnDeath
+from belayerd.router.ticket import TICKET, Ticket
+
+# What vLLM makes of a client's id, by route: the name under which the router keeps its story.
+NAMES = {
+    "/v1/chat/completions": "chatcmpl-{}",
+    "/v1/completions": "cmpl-{}-0",
+    "/inference/v1/generate": "generate-tokens-{}",
+}
+ADMITTED = {*NAMES, "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/pooling", "/v1/embeddings"}
+RETRY_AFTER_S = 1
+_MAX_ID = 256
+
+
+class Extras(msgspec.Struct):
+    """Our fields of a request body; all others are vLLM's."""
+
+    request_id: str | None = None
+    belayer_position: int | None = None
+    belayer_on_death: OnDeath | None = None
+
+
+class Declined(Exception):
+    """An answer that is given without vLLM's routes."""
+
+    def __init__(self, status: int, kind: str, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.kind, self.message, self.headers = status, kind, message, dict(headers or {})
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """``body_bytes`` and ``body_s``: what a request may be and how long it may take to come; ``requests``: how many
+    may be live. ``ports``: which port is the URL of which slot."""
+
+    body_bytes: int = 64 << 20
+    body_s: float = 30.0
+    requests: int = 4096
+    ports: Mapping[int, str] = field(default_factory=dict)
+
+
+class Guard:
+    """``declined`` counts by reason, ``mistakes`` counts 4xx answers by status: read by the metrics."""
+
+    def __init__(
+        self, app: ASGIApp, core: Core, bounds: Bounds, declined: Counter[str], mistakes: Counter[int]
+    ) -> None:
+        self._app, self._core, self._bounds = app, core, bounds
+        self._declined, self._mistakes = declined, mistakes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        ticket = Ticket(pin=self._bounds.ports.get((scope.get("server") or ("", 0))[1] or 0, ""))
+        try:
+            headers = dict(scope["headers"])
+            if scope["method"] == "POST":
+                receive = await self._checked(scope, headers, receive, ticket)
+        except Declined as why:
+            self._declined[why.kind] += 1
+            self._mistakes[why.status] += 1
+            await decline(send, why)
+            return
+        key = headers.get(b"x-smg-routing-key")  # counts as X-Session-ID when that is absent
+        if key and b"x-session-id" not in headers:
+            scope["headers"] = [*scope["headers"], (b"x-session-id", key)]
+        before = TICKET.set(ticket)
+        try:
+            await self._app(scope, receive, Answer(send, ticket, self._mistakes))
+        finally:
+            TICKET.reset(before)
+
+    async def _checked(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, ticket: Ticket) -> Receive:
+        path = scope["path"]
+        if path in ADMITTED and len(self._core.requests) >= self._bounds.requests:
+            raise Declined(
+                429,
+                "too_many_requests",
+                f"{self._bounds.requests} requests are live; send it again later",
+                {"retry-after": str(RETRY_AFTER_S)},
+            )
+        body = await self._read(headers, receive)
+        if path in NAMES:
+            self._extras(path, headers, body, ticket)
+        told = False
+
+        async def again() -> Message:
+            nonlocal told
+            if told:
+                return await receive()
+            told = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return again
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        limit = self._bounds.body_bytes
+        too_large = Declined(413, "body_too_large", f"a body may have {limit} bytes", {"connection": "close"})
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > limit:
+            raise too_large
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._bounds.body_s):
+                while True:
+                    message = await receive()
+                    if message["type"] != "http.request":
+                        raise Declined(400, "client_left", "the client left before its body had come")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > limit:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError as why:
+            said = f"the body did not come within {self._bounds.body_s:g} s"
+            raise Declined(408, "body_too_slow", said, {"connection": "close"}) from why
+
+    def _extras(self, path: str, headers: dict[bytes, bytes], body: bytes, ticket: Ticket) -> None:
+        extras = read_extras(headers, body)
+        if extras.request_id is not None:
+            if not 0 < len(extras.request_id) <= _MAX_ID:
+                raise Declined(400, "bad_request", f"a request id has 1 to {_MAX_ID} characters")
+            ticket.named = True
+        ticket.position, ticket.on_death = extras.belayer_position, extras.belayer_on_death
+        if ticket.position is None:
+            return
+        if ticket.position < 0:
+            raise Declined(400, "bad_request", "a position is 0 or more")
+        name = NAMES[path].format(extras.request_id)
+        names = (name, f"0_{name}")
+        known = any(one in self._core.named or self._core.archive.get(one) is not None for one in names)
+        if extras.request_id is None or not known:
+            raise Declined(
+                404,
+                "request_unknown",
+                f"no request with id {extras.request_id or '(none given)'} is known; send it without a position",
+            )
+
+
+def read_extras(headers: Mapping[bytes, bytes], body: bytes) -> Extras:
+    """Ours out of headers and body. A body that is no JSON object is left to vLLM to refuse."""
+    extras = Extras()
+    if b"belayer_" in body or b'"request_id"' in body:
+        try:
+            extras = msgspec.json.decode(body, type=Extras)
+        except msgspec.ValidationError as why:
+            raise Declined(400, "bad_request", f"the body: {why}") from why
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return extras
+    named = headers.get(b"x-request-id")
+    position = headers.get(b"x-belayer-position")
+    wish = headers.get(b"x-belayer-on-death")
+    if named is not None:
+        extras.request_id = named.decode("latin-1")
+    if position is not None:
+        if not position.isdigit() or len(position) > 9:
+            raise Declined(400, "bad_request", "X-Belayer-Position is a number of tokens")
+        extras.belayer_position = int(position)
+    if wish is not None:
+        if wish.decode("latin-1") not in list(OnDeath):
+            raise Declined(400, "bad_request", f"X-Belayer-On-Death is one of {', '.join(OnDeath)}")
+        extras.belayer_on_death = OnDeath(wish.decode())
+    return extras
+
+
+async def decline(send: Send, why: Declined) -> None:
+    error = {"message": f"{why.kind}: {why.message}", "type": why.kind, "param": None, "code": why.status}
+    body = msgspec.json.encode({"error": error})
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **why.headers}
+    rows = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": why.status, "headers": rows})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,240 @@
+"""Which worker gets a request, and the one end of each. The lowest layer of the router's core: pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from belayer.errors import ErrorCode
+from belayerd.router import events as ev
+from belayerd.router.archive import Archive
+from belayerd.router.records import Counters, Past, Request, RequestState, Slot, SlotState
+
+Effects = list[ev.Effect]
+
+_SESSIONS_KEPT = 65536  # affinity keys remembered; beyond it the least recently used is forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds on what one request may cost. Seconds; ``journal_every`` in tokens.
+
+    ``deaths``: how many workers may die with a request on board before it is taken for their killer.
+    ``home_s``: how long an interrupted request waits for its own slot before any slot may take it.
+    ``waiting_s``: how long a request waits for any worker before it ends with NoHealthySlot.
+    ``silence_s``: how long a worker may have a request without any output before it is taken from it.
+    ``tears``: how often a torn link to the same worker is made anew before the next generation is waited for.
+    ``on_death``: by slot, what its requests want that say nothing themselves; others resume.
+    """
+
+    deaths: int = 2
+    home_s: float = 30.0
+    waiting_s: float = 120.0
+    silence_s: float = 300.0
+    tears: int = 3
+    journal_every: int = 256
+    keep_bytes: int = 64 << 20
+    same_id: ev.SameId = ev.SameId.REFUSE
+    on_death: dict[str, ev.OnDeath] = field(default_factory=dict)
+
+
+class Placement:
+    """State of the core, and the moves of one request between waiting, running and ended."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.requests: dict[str, Request] = {}
+        self.slots: dict[str, Slot] = {}
+        self.counters = Counters()
+        self.archive = Archive(limits.keep_bytes)
+        self.paused = False
+        self.named: dict[str, str] = {}  # name -> request id of the live one
+        self.reader_of: dict[str, str] = {}  # front-end id -> request id
+        # Ordered by waiting_since, since time only grows and a request is appended when it begins to wait.
+        self._waiting: dict[str, None] = {}
+        self._quiet: OrderedDict[str, None] = OrderedDict()  # running ones, by heard_at
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def serving(self) -> int:
+        return sum(slot.state is SlotState.SERVING for slot in self.slots.values())
+
+    def next_deadline(self) -> float | None:
+        """When a Tick is due, or None."""
+        dues = [due for due in (self._waiting_due(), self._quiet_due()) if due is not None]
+        return min(dues, default=None)
+
+    def _waiting_due(self) -> float | None:
+        first = next(iter(self._waiting), None)
+        if first is None:
+            return None
+        due = self.requests[first].waiting_since + self.limits.waiting_s
+        for request_id in self._waiting:
+            request = self.requests[request_id]
+            if not self._roams(request):
+                return min(due, request.waiting_since + self.limits.home_s)
+        return due
+
+    def _quiet_due(self) -> float | None:
+        first = next(iter(self._quiet), None)
+        if first is None or self.paused:
+            return None
+        return self.requests[first].heard_at + self.limits.silence_s
+
+    # -- choosing ---------------------------------------------------------------------------------------------
+
+    def _place(self, request: Request, now: float, out: Effects, but: str = "") -> None:
+        """Give a waiting request to a worker, if one may have it; never to slot ``but``."""
+        slot = self._choose(request, but)
+        if slot is None:
+            return
+        if request.slot and request.slot != slot.name:
+            self.counters.moved += 1
+        request.move(RequestState.RUNNING)
+        request.slot, request.roams, request.heard_at = slot.name, False, now
+        request.given += 1
+        del self._waiting[request.request_id]
+        self._quiet[request.request_id] = None
+        slot.running[request.request_id] = None
+        self._remember(request.session, slot.name)
+        if request.given > 1:
+            slot.resuming.add(request.request_id)
+            slot.resumed_total += 1
+            self.counters.resumed += 1
+            if not request.continuable:  # it had no token yet: given again from the start
+                slot.restarted_total += 1
+                self.counters.restarted += 1
+        out.append(ev.SendAdd(slot.worker_id, request.request_id, request.frames, tuple(request.tokens)))
+
+    def _remember(self, session: str, slot: str) -> None:
+        if session:
+            self._sessions[session] = slot
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > _SESSIONS_KEPT:
+                self._sessions.popitem(last=False)
+
+    def _choose(self, request: Request, but: str) -> Slot | None:
+        if not self._roams(request):
+            home = self.slots.get(request.slot or request.pin)
+            return home if home is not None and home.state is SlotState.SERVING else None
+        serving = [slot for slot in self.slots.values() if slot.state is SlotState.SERVING and slot.name != but]
+        if not serving:
+            return None
+        # Weights of an older version are served only while nobody has newer ones.
+        newest = max(_version(slot) for slot in serving)
+        fit = [slot for slot in serving if _version(slot) == newest]
+        known = self._sessions.get(request.session, "") if request.session else ""
+        return next((slot for slot in fit if slot.name == known), None) or min(
+            fit, key=lambda slot: (len(slot.running), slot.name)
+        )
+
+    def _roams(self, request: Request) -> bool:
+        """True when any slot may take it: it is at home nowhere, its slot was removed, or it waited long enough."""
+        home = request.slot or request.pin
+        if request.roams or not home:
+            return True
+        slot = self.slots.get(home)
+        return slot is not None and slot.state is SlotState.REMOVED
+
+    def _place_all(self, now: float, out: Effects) -> None:
+        for request_id in list(self._waiting):
+            self._place(self.requests[request_id], now, out)
+
+    def _wait(self, request: Request, now: float) -> None:
+        """Its worker has it no more."""
+        request.move(RequestState.WAITING)
+        request.waiting_since = now
+        del self._quiet[request.request_id]
+        self._waiting[request.request_id] = None
+
+    # -- ends -------------------------------------------------------------------------------------------------
+
+    def _finish(self, request: Request, reason: str, out: Effects, stop: ev.Stop = None) -> None:
+        """The one end of a request: journal it, forget it; if it has a name, keep its story."""
+        self._journal_tokens(request, out)
+        if request.state is RequestState.WAITING:
+            del self._waiting[request.request_id]
+        else:
+            slot = self.slots[request.slot]
+            del slot.running[request.request_id]
+            del self._quiet[request.request_id]
+            slot.resuming.discard(request.request_id)
+        request.move(RequestState.FINISHED)
+        del self.requests[request.request_id]
+        for reader in request.readers:
+            del self.reader_of[reader]
+        if request.name:
+            del self.named[request.name]
+            self.archive.put(_past(request, reason, stop))
+        out.append(ev.JournalFinish(request.request_id, reason, len(request.tokens), stop))
+
+    def _fail(self, request: Request, code: ErrorCode, message: str, remedy: str, out: Effects) -> None:
+        kept = f"{len(request.tokens)} tokens were generated and are in the journal" if request.tokens else ""
+        readers = tuple(request.readers)
+        self._finish(request, f"error:{code}", out)
+        self.counters.failed[code] = self.counters.failed.get(code, 0) + 1
+        out.append(ev.Fail(request.request_id, code, message, kept, remedy, readers))
+
+    # -- journal ----------------------------------------------------------------------------------------------
+
+    def _journal_tokens(self, request: Request, out: Effects) -> None:
+        fresh = tuple(request.tokens[request.journaled :])
+        if fresh:
+            rows = tuple(request.rows[request.rows_journaled :])
+            out.append(ev.JournalTokens(request.request_id, request.journaled, fresh, *request.spans[-1][1:], rows))
+            request.journaled, request.rows_journaled = len(request.tokens), len(request.rows)
+
+    def live_records(self) -> Effects:
+        """What a new journal segment begins with, so that older segments may be deleted at any time."""
+        return [record for request in self.requests.values() for record in story_of(request)]
+
+
+def story_of(request: Request) -> Effects:
+    """The journal's records of a live request: all that it has journaled so far, one block per maker."""
+    out: Effects = [added(request)]
+    ends = [*(span.start for span in request.spans[1:]), request.journaled]
+    for span, end in zip(request.spans, ends, strict=False):
+        end = min(end, request.journaled)
+        block = tuple(request.tokens[span.start : end])
+        if block:
+            rows = tuple(row for row in request.rows if span.start <= row[0] < end)
+            out.append(ev.JournalTokens(request.request_id, span.start, block, *span[1:], rows))
+    return out
+
+
+def added(request: Request) -> ev.JournalAdd:
+    return ev.JournalAdd(
+        request.request_id,
+        request.external_id,
+        request.frames,
+        request.name,
+        request.digest,
+        request.eager,
+        "" if request.on_death is None else request.on_death.value,
+    )
+
+
+def _past(request: Request, reason: str, stop: ev.Stop) -> Past:
+    return Past(
+        request_id=request.request_id,
+        external_id=request.external_id,
+        name=request.name,
+        digest=request.digest,
+        frames=request.frames,
+        tokens=tuple(request.tokens),
+        rows=tuple(request.rows),
+        spans=tuple(request.spans),
+        reason=reason,
+        stop=stop,
+        eager=request.eager,
+        on_death=request.on_death,
+    )
+
+
+def _version(slot: Slot) -> int:
+    """Weight versions are numbers; a trainer's own words for them have no order, and so no preference."""
+    return int(slot.weight_version) if slot.weight_version.isdecimal() else -1
