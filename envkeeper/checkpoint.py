@@ -21,7 +21,7 @@ from pathlib import Path
 
 from belayer.clock import Stopwatch, wall
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, SandboxLost
-from envkeeper import freezer, mounts, preflight, remains, upper
+from envkeeper import freezer, mounts, peers, preflight, remains, remaps, upper, watches
 from envkeeper.agentlink import AgentLink
 from envkeeper.criu import DumpCut, Dumper, DumpHung, DumpPlan
 from envkeeper.disk import sync_filesystem
@@ -63,6 +63,7 @@ class _Frozen:
     pids: tuple[int, ...] = ()
     doubts: list[str] = field(default_factory=list)
     stdio: tuple[str, ...] = ()
+    folders: dict[bytes, tuple[int, int]] = field(default_factory=dict)
 
     def start(self) -> None:
         self.watch = Stopwatch()
@@ -75,13 +76,16 @@ class _Frozen:
         self.phases["freeze"] = self.watch.lap()
         pid = self.subject.life.pid
         self.pids = tuple(self.group.pids())
-        findings = preflight.judge(pid, preflight.scan(self.pids), self.split.foreign)
+        tasks = preflight.scan(self.pids)
+        findings = preflight.judge(pid, tasks, self.split.foreign, limits=preflight.may_read_limits())
+        findings = findings or peers.find(pid, tasks)
         if findings:
             raise CheckpointRefused(
                 "; ".join(finding.text for finding in findings[:4]),
                 kept="the sandbox runs on and the previous checkpoint stays READY",
             )
         self.stdio = tuple(os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3))
+        self.folders = upper.times_of(self.subject.life.upper, preflight.parents_of_unlinked(tasks))
         self.phases["preflight"] = self.watch.lap()
         self.copy = self.pool.submit(self._copy)
         reach(Point.CAPTURE_COPYING)
@@ -98,7 +102,10 @@ class _Frozen:
         assert self.copy is not None
         self.phases["dump"] = self.watch.lap()
         reach(Point.CAPTURE_DUMPED)
-        self.copy.result()
+        captured = self.copy.result()
+        for name in remaps.names(self.folder / CRIU_FOLDER):
+            upper.include(captured, self.subject.life.upper, self.folder, name)
+        upper.keep_times(captured, self.folders)
         reach(Point.CAPTURE_COPIED)
         self.phases["copy_rest"] = self.watch.lap()
 
@@ -115,6 +122,8 @@ class _Frozen:
             self.doubts = [f"it could not be looked at ({why})"]
 
     def thaw(self) -> None:
+        if self.frozen_ms is None:
+            upper.set_times(self.subject.life.upper, self.folders)  # CRIU has taken its names away by now
         self.group.thaw()
         if self.frozen_ms is None:
             self.frozen_ms = self.watch.ms() if self.watch is not None else 0.0
@@ -194,6 +203,7 @@ class Checkpointer:
             external=split.external,
             masked=split.masked,
             timeout_s=self._timeout_s,
+            watched=watches.paths(group.pids(), Path(f"/proc/{life.pid}/root")),
         )
         self._rests.check(subject.sandbox_id)
         try:

@@ -100,7 +100,8 @@ class Moment(Protocol):
 class DumpPlan:
     """``root``: the container's merged root on the host. ``external``: mount points that the new container brings
     itself (bind mounts, control groups). ``masked``: files that the runtime hides behind /dev/null.
-   """
+   
+    ``watched``: paths under inotify (envkeeper.watches)."""
 
     pid: int
     root: Path
@@ -109,6 +110,7 @@ class DumpPlan:
     external: tuple[str, ...]
     masked: tuple[str, ...]
     timeout_s: float
+    watched: tuple[str, ...] = ()
 
 
 class Criu:
@@ -315,6 +317,8 @@ def _dump_request(plan: DumpPlan, images: int) -> bytes:
         (50, True),  # orphan_pts_master
         (64, _SKIP_NETWORK_LOCK),
     ]
+    if plan.watched:
+        options += [(21, True), *((36, path) for path in plan.watched)]  # force_irmap, irmap_scan_paths
     options += [(37, f"mnt[{point}]:{point}") for point in plan.external]
     options += [(37, f"mnt[{point}]:/dev/null") for point in plan.masked]
     return pbuf.encode([(1, _DUMP), (2, pbuf.encode(options))])

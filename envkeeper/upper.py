@@ -14,12 +14,14 @@ Never by mtime: a file written through a shared mapping keeps its old one.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import stat
 import struct
 import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,7 +61,7 @@ class Entry:
         ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Captured:
     """``cloned``: bytes shared by reflink instead of copied."""
 
@@ -82,6 +84,55 @@ def capture(upper: Path, folder: Path) -> Captured:
         return Captured(entries, pack.end, pack.cloned)
     finally:
         os.close(out)
+
+
+def include(captured: Captured, upper: Path, folder: Path, path: bytes) -> None:
+    """Add a name that appeared after ``capture``: CRIU makes one for an open file whose own name was deleted while
+    another hard link keeps it alive, and takes it away again when the dump has ended. Parents must be captured."""
+    if any(entry.path == path for entry in captured.entries):
+        return
+    top = os.fsencode(upper)
+    info = os.lstat(_join(top, path))
+    entry = _entry(top, path, info)
+    same = (e.path for e in captured.entries if e.kind == "file" and e.size == info.st_size)
+    twin = next((name for name in same if os.lstat(_join(top, name)).st_ino == info.st_ino), None)
+    if twin is not None:
+        entry.kind, entry.link = "hard", twin
+    elif entry.kind == "file":
+        out = os.open(folder / PACK, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            pack = _Pack(out)
+            pack.end = captured.nbytes
+            entry.parts = pack.add(_join(top, path), info)
+            pack.flush()
+            captured.nbytes = pack.end
+        finally:
+            os.close(out)
+    captured.entries.append(entry)
+
+
+def times_of(upper: Path, folders: Iterable[str]) -> dict[bytes, tuple[int, int]]:
+    """path -> (atime, mtime) in ns of those of ``folders`` (absolute in the sandbox) that the layer has."""
+    out = {}
+    for folder in folders:
+        path = os.fsencode(folder.lstrip("/"))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            info = os.lstat(_join(os.fsencode(upper), path))
+            out[path] = (info.st_atime_ns, info.st_mtime_ns)
+    return out
+
+
+def set_times(upper: Path, times: Mapping[bytes, tuple[int, int]]) -> None:
+    for path, both in times.items():
+        with contextlib.suppress(FileNotFoundError):  # the sandbox died, and was removed
+            os.utime(_join(os.fsencode(upper), path), ns=both, follow_symlinks=False)
+
+
+def keep_times(captured: Captured, times: Mapping[bytes, tuple[int, int]]) -> None:
+    """Folders whose times the dump itself moved: ``times`` is path -> (atime, mtime) in ns from before it."""
+    for entry in captured.entries:
+        if entry.path in times:
+            entry.atime_ns, entry.mtime_ns = times[entry.path]
 
 
 def write_index(captured: Captured, folder: Path) -> None:
