@@ -36,6 +36,7 @@ from belayer.messages.owner import OwnerStatusReply
 from belayer.paths import Paths
 from belayer.rpc import Client, Server
 from belayer.story import Incidents
+from belayerd import footprint
 from belayerd.actions import Actions
 from belayerd.alerts import Alert, Alerts
 from belayerd.gate import open_gate
@@ -85,6 +86,8 @@ class Supervisor:
         self._zygote = Zygote(paths, config_path, self._log)
         self._router_peer = RouterPeer(self._router, self._router_back, self._log)
         self._owners: tuple[OwnerStatusReply, ...] = ()
+        self._told_lost: set[tuple[str, int]] = set()
+        self._footprints = footprint.Footprints()
         self._silent: set[str] = set()  # owners that do not answer: said once, not once a second
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -94,7 +97,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as group:
             work = [group.create_task(server.serve()), group.create_task(self._router_peer.run())]
             work += [group.create_task(self._write_status()), group.create_task(self._zygote.run())]
-            work += [group.create_task(self._keep_weights())]
+            work += [group.create_task(self._keep_weights()), group.create_task(self._weigh_workers())]
             starter = group.create_task(self._start_slots(group, work))
             notify("READY=1")
             await stop.wait()
@@ -179,6 +182,11 @@ class Supervisor:
             statefile.save(self._paths.status_file, self._status(), durable=False)
             await asyncio.sleep(1.0)
 
+    async def _weigh_workers(self) -> None:
+        while True:
+            await self._footprints.refresh(tuple(slot.view() for slot in self._slots.values()))
+            await asyncio.sleep(footprint.EVERY_S)
+
     async def _keep_weights(self) -> None:
         """Beside the status, because verifying the weights of a large model takes a while."""
         while True:
@@ -192,6 +200,7 @@ class Supervisor:
         for kind, link in (("weights", self._actions.weights), ("kv", self._actions.kv)):
             try:
                 found.append(await link.status())
+                self._tell_lost(found[-1])
             except BelayerError as why:
                 if kind not in self._silent:
                     self._log.warning("owner does not answer", kind=kind, why=str(why))
@@ -202,8 +211,19 @@ class Supervisor:
                 self._silent.discard(kind)
         return tuple(found)
 
+    def _tell_lost(self, owner: OwnerStatusReply) -> None:
+        """What died with an owner and its store, once for each life of the owner."""
+        life = (owner.kind, owner.owner_generation)
+        if life in self._told_lost:
+            return
+        self._told_lost.add(life)
+        for said in owner.lost:
+            host = self._config.host.name
+            alert = Alert(host=host, slot="", state="lost", generation=owner.owner_generation, reason=said, at=wall())
+            self._alerts.tell(alert)
+
     def _status(self) -> HostStatusReply:
-        slots = tuple(slot.view() for slot in self._slots.values())
+        slots = tuple(self._footprints.fill(slot.view()) for slot in self._slots.values())
         router = self._router_peer.status
         alive = len(self._owners) == 2 and router is not None
         return HostStatusReply(

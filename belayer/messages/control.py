@@ -33,6 +33,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
+    """``pss_mb``: its fair share of what it maps with others; ``private_mb``: what would be free again without it;
+    ``mapped_mb``: all that it maps and that exists. MiB, from /proc/PID/smaps_rollup, 0 until they were looked at."""
+
     worker_id: str
     pid: int
     role: str
@@ -43,6 +46,9 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0
     waiting: int = 0
     rss_mb: float = 0.0
+    mapped_mb: float = 0.0
+    pss_mb: float = 0.0
+    private_mb: float = 0.0
 
 
 class SlotView(msgspec.Struct, frozen=True, kw_only=True):
