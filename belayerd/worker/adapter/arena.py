@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from belayer.errors import BelayerError
+from belayerd.worker.adapter import weights
 from belayerd.worker.adapter.resume import ResumingRunner
 from belayerd.worker.adapter.seat import seat
 from gpuowner.vmem import Mapping
@@ -58,6 +59,13 @@ class BelayerWorker(CPUWorker):
         if self.use_v2_model_runner:
             raise BelayerError("model runner V2 on the CPU is not supported: unset VLLM_USE_V2_MODEL_RUNNER")
         self.model_runner = ResumingRunner(self.vllm_config, self.device)
+
+    def follow_weights(self, threads: int) -> weights.Moved:
+        """Move the model to the owner's last weight version (``weights.follow``)."""
+        held = seat()
+        if held.bound is None:
+            raise BelayerError("this engine's weights were not loaded from the owner")
+        return weights.follow(self.model_runner.model, held.weights, held.bound, threads)
 
     def assert_arena(self) -> None:
         """Raise BelayerError when a layer's cache does not lie in the arena."""

@@ -10,18 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from belayer.errors import BelayerError
+from belayerd.worker.adapter.bound import Bound
 from gpuowner.attach import ArenaView, WeightsView
 
 
 @dataclass
 class Seat:
     """``scheduled`` is called inside each step, before the model runs, with its number of tokens; ``stepped`` after
-    the step."""
+    the step. ``bound``: what became of the model's tensors, once they are loaded."""
 
     weights: WeightsView
     arena: ArenaView
     scheduled: Callable[[int], None]
     stepped: Callable[[], None]
+    bound: Bound | None = None
 
 
 _seat: list[Seat] = []

@@ -19,10 +19,12 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import ModelRegistry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from belayer.errors import WeightsBroken
 from gpuowner.recipe import Param, Piece, Recipe, c_strides
+from gpuowner.recipes import read_config
 from gpuowner.safetensors_file import RawTensor, elements
 
 TORCH = {
@@ -93,6 +95,7 @@ class _Notes(TorchDispatchMode):
 def trace(folder: Path, dtype: str, tensors: dict[str, RawTensor]) -> Recipe:
     """The recipe of the model in ``folder`` computed in ``dtype`` (as in the configuration). Raises WeightsBroken with
     the reason when it has none. Once per process: it sets up vLLM's process groups."""
+    _look_here(read_config(folder)[1].get("architectures") or [])
     args = EngineArgs(model=str(folder), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=16)
     config = args.create_engine_config()
     if config.model_config.quantization is not None:
@@ -106,6 +109,15 @@ def trace(folder: Path, dtype: str, tensors: dict[str, RawTensor]) -> Recipe:
         with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
             model = initialize_model(config, model_config=config.model_config)
         return note(model, tensors, tie=bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False)))
+
+
+def _look_here(architectures: list[str]) -> None:
+    """vLLM looks at an unknown model class in a process of its own, which costs it 8 s, so that CUDA is not touched in
+    a process that will fork. This one forks nothing."""
+    for name in architectures:
+        known = ModelRegistry.models.get(name)
+        if known is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())
 
 
 def note(model: nn.Module, tensors: dict[str, RawTensor], tie: bool) -> Recipe:
