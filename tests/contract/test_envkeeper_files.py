@@ -1,0 +1,159 @@
+"""Files in and out of a sandbox: whole, counted as part of E_k, and never led astray."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from belayer.errors import Fenced, Refused
+from belayer.messages.sandbox import FileIn, FilesWritten, PathContent, ReadPath, WriteFiles
+from belayer.rpc import call_sync
+from belayer.sandbox import Sandbox
+from tests.support.envhost import EnvHost
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvHost]:
+    found = EnvHost.start(tmp_path_factory.mktemp("files"))
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def box(host: EnvHost) -> Iterator[Sandbox]:
+    made = host.create()
+    yield made
+    made.destroy()
+
+
+def put(host: EnvHost, box: Sandbox, *files: FileIn) -> FilesWritten:
+    ask = WriteFiles(sandbox_id=box.sandbox_id, incarnation=box.incarnation, boundary=box.boundary, files=files)
+    done = call_sync(host.paths.envkeeper_sock, ask, FilesWritten, 30)
+    box.boundary = done.boundary
+    return done
+
+
+def test_a_tree_goes_in_and_comes_back(box: Sandbox, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "deep/er").mkdir(parents=True)
+    (source / "big").write_bytes(os.urandom(9_000_001))
+    (source / "deep/empty").touch()
+    (source / "deep/er/é 🙂").write_bytes(b"odd")
+    (source / "tool").write_text("#!/bin/sh\necho ran\n")
+    (source / "tool").chmod(0o750)
+    assert box.upload(source, "/srv/tree", user="nobody") == 4
+    assert box.exec("/srv/tree/tool; stat -c '%a %U' /srv/tree/tool /srv/tree/deep").stdout == (
+        "ran\n750 nobody\n755 nobody\n"
+    )
+    assert box.download("/srv/tree", tmp_path / "back") == 4
+    for path in source.rglob("*"):
+        other = tmp_path / "back" / path.relative_to(source)
+        assert other.is_dir() if path.is_dir() else other.read_bytes() == path.read_bytes()
+    assert stat.S_IMODE((tmp_path / "back/tool").stat().st_mode) == 0o750
+
+
+def test_an_upload_belongs_to_the_prefix(box: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("kept")
+    box.upload(tmp_path / "f", "/kept")
+    box.checkpoint()
+    (tmp_path / "f").write_text("after")
+    box.upload(tmp_path / "f", "/after")
+    k = box.boundary
+    box.kill()
+    assert box.restore()[0] == k - 1
+    assert box.exec("cat /kept; ls /after").stdout == "kept"
+
+
+def test_a_stale_upload_is_fenced(host: EnvHost, box: Sandbox) -> None:
+    ask = WriteFiles(
+        sandbox_id=box.sandbox_id, incarnation=box.incarnation, boundary=box.boundary - 1,
+        files=(FileIn(path="/stale", data=b"x"),),
+    )  # fmt: skip
+    with pytest.raises(Fenced):
+        call_sync(host.paths.envkeeper_sock, ask, FilesWritten, 30)
+    assert box.exec("ls /stale").exit_code == 2
+
+
+def test_links_lead_nowhere_but_into_the_sandbox(host: EnvHost, box: Sandbox, tmp_path: Path) -> None:
+    mark = f"belayer-{os.getpid()}"
+    box.exec(
+        "mkdir -p /t/real; ln -s ../../../../../../t/real /t/up; ln -s /t/real /t/abs; ln -s /proc/1/root /t/root; "
+        "ln -s /proc/1/fd /t/fds; ln -s /t/loop /t/loop; ln -s /t/real/victim /t/last; echo safe > /t/real/victim"
+    )
+    for where in ("/t/up", "/t/abs", "/t/../../../../t/real"):
+        put(host, box, FileIn(path=f"{where}/{mark}", data=where.encode()))
+        assert box.exec(f"cat /t/real/{mark}").stdout == where
+    for where in ("/t/root/x", "/t/fds/x", "/t/loop/x"):
+        with pytest.raises(Refused):
+            put(host, box, FileIn(path=where, data=b"x"))
+    # The last name itself is replaced, never followed.
+    put(host, box, FileIn(path="/t/last", data=b"new"))
+    assert box.exec("cat /t/last /t/real/victim; stat -c %F /t/last").stdout == "newsafe\nregular file\n"
+    assert not list(Path("/t").glob("*")) if Path("/t").exists() else True
+    for where in ("/t/fds/3", "/t/root/etc/passwd", "/t/loop", "/nope"):
+        with pytest.raises(Refused):
+            box.download(where, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("name", ["pipe", "sock", "null"])
+def test_what_is_no_file_is_refused_and_holds_nobody_up(host: EnvHost, box: Sandbox, tmp_path: Path, name: str) -> None:
+    box.exec(
+        "mkdir -p /odd; cd /odd; [ -e pipe ] || mkfifo pipe; [ -e null ] || mknod null c 1 3; "
+        "[ -e sock ] || python3 -c \"import socket; socket.socket(1).bind('sock')\"; cd /"
+    )
+    with pytest.raises(Refused):
+        box.download(f"/odd/{name}", tmp_path / "x")
+    with pytest.raises(Refused):
+        put(host, box, FileIn(path=f"/odd/{name}", data=b"x", append=True))
+    assert box.exec("echo on").stdout == "on\n"
+
+
+def test_bad_asks_are_refused_by_name(host: EnvHost, box: Sandbox, tmp_path: Path) -> None:
+    for file, word in (
+        (FileIn(path="relative", data=b""), "no absolute path"),
+        (FileIn(path="/a\0b", data=b""), "no absolute path"),
+        (FileIn(path="/x/..", data=b""), "no file"),
+        (FileIn(path="/x/", data=b""), "no file"),
+        (FileIn(path="/x", data=b"", mode=0o20000), "no permission bits"),
+        (FileIn(path="/x", data=b"", user="nobody-knows"), "no such user"),
+    ):
+        with pytest.raises(Refused, match=word):
+            put(host, box, file)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(Refused, match="neither a file nor a folder"):
+        box.upload(tmp_path, "/x")
+
+
+def test_a_failure_in_the_middle_says_what_is_there(host: EnvHost, box: Sandbox) -> None:
+    before = box.boundary
+    done = put(
+        host, box, FileIn(path="/one", data=b"1"), FileIn(path="/proc/no", data=b"2"), FileIn(path="/two", data=b"")
+    )
+    assert (done.boundary, done.written) == (before + 1, 1)
+    assert "/proc/no" in done.failed
+    assert box.exec("cat /one; ls /two").stdout == "1"
+
+
+def test_a_sandbox_cannot_name_a_place_outside_of_the_target(tmp_path: Path) -> None:
+    """What is listed is the sandbox's word: a compromised agent might say anything."""
+    from belayer.transfer import fetch
+
+    def lies(path: str, offset: int) -> PathContent:
+        return PathContent(size=0, mode=stat.S_IFDIR | 0o755, names=("../evil",))
+
+    with pytest.raises(Refused, match="no name"):
+        fetch(lies, "/x", tmp_path / "t")
+    assert not (tmp_path / "evil").exists()
+
+
+def test_reading_changes_nothing(host: EnvHost, box: Sandbox) -> None:
+    ask = ReadPath(sandbox_id=box.sandbox_id, incarnation=box.incarnation, path="/etc/passwd", offset=2, most=3)
+    seen = call_sync(host.paths.envkeeper_sock, ask, PathContent, 10)
+    assert (seen.data, host.info(box.sandbox_id).boundary) == (b"ot:", box.boundary)
