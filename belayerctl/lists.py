@@ -12,16 +12,17 @@ from belayer.messages.control import HostStatus, HostStatusReply, RestoreSlot
 from belayer.messages.sandbox import ListSandboxes, SandboxList
 from belayer.paths import Paths
 from belayer.rpc import call_sync
-from belayerctl import render
+from belayerctl import accounting, render
 from belayerctl.common import OK, console, emit_json, verb
 
 
-@click.command(help="What the owners hold.")
+@click.command(help="What the owners hold, for whom, and what a shadow costs.")
 @verb
 def owners(paths: Paths, as_json: bool, timeout: float) -> int:
     host = call_sync(paths.belayerd_sock, HostStatus(), HostStatusReply, timeout)
     if as_json:
-        emit_json(host.owners)
+        held, costs = accounting.held(host), accounting.shadow_costs(host)
+        emit_json({"owners": host.owners, "memory": held, "slots": host.slots, "shadow_costs": costs})
     else:
         console().print(render.owners(host))
     return OK

@@ -12,6 +12,7 @@ from rich.text import Text
 from belayer.messages.control import HostStatusReply, Incident, SlotView
 from belayer.messages.router import RouterStatusReply
 from belayer.messages.sandbox import SandboxList
+from belayerctl import accounting
 
 _COLOURS = {
     "protected": "green",
@@ -83,32 +84,37 @@ def workers(status: HostStatusReply) -> Table:
     return out
 
 
-def owners(status: HostStatusReply) -> Table:
-    out = table("owners", "kind", "pid", "gen", "what", "state", "epoch / version", "MiB", "holder / readers")
+def owners(status: HostStatusReply) -> Group:
+    """Each owner, what it holds for whom, what its workers cost beside it, and what was lost: parts of 80 columns."""
+    head = table("owners", "kind", "pid", "gen", "clients", "a kill of it is outlived by")
+    said = []
     for owner in status.owners:
-        for row in owner.weights:
-            out.add_row(
-                owner.kind,
-                str(owner.pid),
-                str(owner.owner_generation),
-                row.model,
-                row.state,
-                f"v{row.version} {row.digest[:12]}",
-                f"{row.nbytes / 2**20:.0f}",
-                str(len(row.readers)),
-            )
-        for arena in owner.arenas:
-            out.add_row(
-                owner.kind,
-                str(owner.pid),
-                str(owner.owner_generation),
-                arena.slot,
-                arena.state,
-                str(arena.epoch),
-                f"{arena.nbytes / 2**20:.0f}",
-                arena.holder or "-",
-            )
-    return out
+        row = (owner.kind, str(owner.pid), str(owner.owner_generation), str(owner.connections))
+        head.add_row(*row, owner.store or f"nothing: {owner.store_reason}")
+        said += [Text(f"lost: {sentence}", style="red") for sentence in owner.lost]
+    allocations = table("memory", "what", "state", "at", "MiB there", "for")
+    for held in accounting.held(status):
+        name = f"{held.name}/{held.rank}" if held.rank else held.name
+        there = f"{held.resident / 2**20:.0f}/{held.nbytes / 2**20:.0f}"
+        there += f"+{held.staging / 2**20:.0f}" if held.staging else ""
+        people = ", ".join(held.holders) if held.kind == "kv" else f"{len(held.holders)} readers"
+        allocations.add_row(name, state(held.state), held.count, there, people or "-")
+        said += [Text(f"{old} of {name} is an old version", style="yellow") for old in held.old]
+    return Group(head, allocations, *said, footprints(status))
+
+
+def footprints(status: HostStatusReply) -> Group:
+    """What the kernel says of each worker's memory (smaps_rollup), in MiB, and what follows from it for a shadow."""
+    out = table("workers", "slot", "role", "mapped", "fair share", "its own", "worker")
+    for slot in status.slots:
+        for worker in slot.workers:
+            mib = [f"{value:.0f}" if value else "-" for value in (worker.mapped_mb, worker.pss_mb, worker.private_mb)]
+            out.add_row(slot.slot, worker.role, *mib, worker.worker_id)
+    costs = []
+    for cost in accounting.shadow_costs(status):
+        second = f"a second full engine would cost {cost.second_engine:.0f}"
+        costs.append(Text(f"{cost.slot}: its shadow costs {cost.shadow:.0f} MiB; {second}"))
+    return Group(out, *costs)
 
 
 def incident(row: Incident) -> Table:
