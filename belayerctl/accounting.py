@@ -13,8 +13,8 @@ from belayer.messages.control import HostStatusReply, SlotView, WorkerView
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation. ``kind``: "weights" or "kv". ``count``: version and digest, or epoch. ``resident``: bytes of it that exist; ``staging``: bytes of a next
-    version beside it; ``old``: readers that have not left an earlier version."""
+    """One allocation. ``kind``: "weights" or "kv". ``count``: version and digest, or epoch. ``resident``: bytes of it
+    that exist; ``staging``: bytes of a next version beside it; ``old``: readers that have not left an earlier one."""
 
     kind: str
     name: str
