@@ -72,6 +72,8 @@ def test_what_must_outlive_its_daemon_is_not_killed_with_it(name: str) -> None:
 
 def test_owner_keeps_descriptors_over_a_restart() -> None:
     service = directives(UNITS / "gpuowner@.service")["Service"]
+    assert "--store systemd" in service["ExecStart"]
+    assert service["NotifyAccess"] == "main"
     assert int(service["FileDescriptorStoreMax"]) >= 1024
     assert service["Restart"] == "on-failure"
 
@@ -240,12 +242,45 @@ def worker_pids(machine: Machine) -> dict[str, int]:
     return {worker["role"]: worker["pid"] for worker in slots[0]["workers"]}
 
 
+def owners(machine: Machine) -> dict[str, dict[str, Any]]:
+    return {row["kind"]: row for row in status(machine).get("host", {}).get("owners", [])}
+
+
+def owners_come_back_from_the_fd_store(machine: Machine) -> None:
+    """kill -9 of both: systemd starts them again with the descriptors, and the workers find them."""
+    before = owners(machine)
+    for kind in ("weights", "kv"):
+        assert before[kind]["store"] == "systemd"
+        unit = f"gpuowner@{kind}.service"
+        assert int(machine.show(unit, "NFileDescriptorStore")) == 1
+        machine.ok(f"kill -KILL {machine.show(unit, 'MainPID')}")
+
+    def adopted() -> bool:
+        now = owners(machine)
+        if any(now.get(kind, before[kind])["pid"] == before[kind]["pid"] for kind in ("weights", "kv")):
+            return False
+        return (
+            all(row["connected"] for row in now["kv"]["arenas"]) and len(now["weights"]["weights"][0]["readers"]) == 2
+        )
+
+    eventually(adopted, within=120, every=0.3, what="owners that know the workers again")
+    after = owners(machine)
+    for kind in ("weights", "kv"):
+        assert after[kind]["owner_generation"] == before[kind]["owner_generation"] + 1
+        assert len(after[kind]["adopted"]) == 1
+        assert after[kind]["lost"] == []
+    holder = before["kv"]["arenas"][0]["holder"]
+    assert [row["holder"] for row in after["kv"]["arenas"]] == [holder]
+
+
 @pytest.mark.systemd
 @pytest.mark.engine
 def test_workers_outlive_a_killed_supervisor_and_end_with_the_target(machine: Machine) -> None:
     assert machine.sh("systemctl start belayer.target", timeout=240).returncode == 0
     before = eventually(lambda: worker_pids(machine), within=240, every=0.5, what="the slot is protected")
     assert set(before) == {"main", "shadow"}
+    owners_come_back_from_the_fd_store(machine)
+    assert eventually(lambda: worker_pids(machine), within=60, every=0.2, what="the slot is protected") == before
 
     supervisor = machine.show("belayerd.service", "MainPID")
     machine.ok(f"kill -KILL {supervisor}")
