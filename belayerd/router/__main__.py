@@ -13,6 +13,7 @@ from belayer.messages.router import Request
 from belayer.paths import Paths
 from belayer.rpc import Server
 from belayerd.router import preflight
+from belayerd.router.host_metrics import HostMetrics
 from belayerd.router.service import Service
 
 
@@ -40,6 +41,7 @@ async def _serve(loaded: config.Config, paths: Paths, stop: asyncio.Event, only:
 
     instance = daemon.new_instance()
     front = Front(loaded, paths.journal, instance, logger)
+    HostMetrics(paths.status_file)
     service = Service(front.shell, frozenset(slot.name for slot in loaded.slot), instance, front.url)
     if stop.is_set():
         return  # asked to stop while vLLM was being imported

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,33 @@ def test_status_and_top_show_the_host(host: LocalHost) -> None:
     code, frame, _ = ctl(host, "top", "--once")
     assert code == 0
     assert frame["host"]["instance"] == shown["host"]["instance"]
+
+
+def test_what_a_shadow_costs_is_measured_and_shown(host: LocalHost) -> None:
+    """From the kernel and the owners' ledger, in ``belayerctl owners`` and on /metrics: a shadow costs less than the
+    weights alone, which a second engine would hold once more."""
+
+    def weighed(status: HostStatusReply) -> bool:
+        rows = [worker for row in status.slots for worker in row.workers]
+        return len(rows) == 4 and all(row.private_mb for row in rows)
+
+    host.until_protected()
+    host.until("footprints of every worker", weighed, 60.0)
+    code, shown, said = ctl(host, "owners")
+    assert code == 0, said
+    weights = next(row for row in shown["memory"] if row["kind"] == "weights")
+    arenas = {row["name"]: row for row in shown["memory"] if row["kind"] == "kv"}
+    assert weights["resident"] == weights["nbytes"]
+    assert len(weights["holders"]) == 4
+    assert all(0 < row["resident"] <= row["nbytes"] for row in arenas.values())
+    for cost in shown["shadow_costs"]:
+        assert 0 < cost["shadow"] < weights["nbytes"] / 2**20
+        assert cost["second_engine"] > cost["shadow"] + weights["nbytes"] / 2**20
+    with urllib.request.urlopen(f"{host.status().router_url}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    assert f'belayer_memory_bytes{{kind="weights",name="smollm2",rank="0"}} {float(weights["nbytes"])}' in text
+    assert 'belayer_worker_private_bytes{role="shadow",slot="slot0"}' in text
+    assert 'belayer_owner_outlived{kind="kv"} 1.0' in text
 
 
 def test_belayerd_is_killed_and_re_adopts(host: LocalHost, truth: dict[str, Any]) -> None:
