@@ -70,6 +70,7 @@ class Collector:
     async def run_for_ever(self, every_s: float) -> None:
         while True:
             try:
+                await self._keeper.finish_all()
                 async with self._one:
                     await self.collect()
             except (BelayerError, OSError) as why:

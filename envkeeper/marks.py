@@ -4,6 +4,7 @@
     <id>.used       the runtime took it
     <id>.started    the runtime has answered `start`
     <id>.once       made by the runtime at the first start; a second one is refused as long as it is there
+    <id>.owner      ours: which root the container is of; only that one's envkeeper sweeps
 
 One place per host, whatever our root: the runtime has no configuration, and nothing that an image says reaches it.
 """
@@ -20,6 +21,10 @@ CLAIMS = Path("/run/belayer-runtime/claims")
 def make_folder() -> None:
     CLAIMS.mkdir(mode=0o700, parents=True, exist_ok=True)
     CLAIMS.parent.chmod(0o700)
+
+
+def born(container_id: str, owner: str) -> None:
+    write_bytes(CLAIMS / f"{container_id}.owner", owner.encode(), durable=False)
 
 
 def arm(container_id: str, claim: str) -> None:
@@ -39,12 +44,13 @@ def disarm(container_id: str) -> None:
 def forget(container_id: str) -> None:
     """The container is gone."""
     disarm(container_id)
-    (CLAIMS / f"{container_id}.once").unlink(missing_ok=True)
+    for kind in ("once", "owner"):
+        (CLAIMS / f"{container_id}.{kind}").unlink(missing_ok=True)
 
 
-def sweep(existing: set[str]) -> None:
-    """Forget containers that this host no longer has (removed by other hands)."""
-    for path in CLAIMS.iterdir():
-        container_id = path.name.split(".")[0]
-        if container_id not in existing:
+def sweep(owner: str, existing: set[str]) -> None:
+    """Forget containers of ``owner`` that are no more (removed by other hands)."""
+    for path in CLAIMS.glob("*.owner"):
+        container_id = path.name.removesuffix(".owner")
+        if container_id not in existing and path.read_bytes() == owner.encode():
             forget(container_id)

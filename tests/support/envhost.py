@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -29,13 +29,19 @@ class EnvHost:
     root: Path
     process: subprocess.Popen[bytes]
     log: IO[bytes]
+    docker: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, root: Path, config: str = "") -> EnvHost:
+    def start(
+        cls, root: Path, config: str = "", docker: str | None = None, env: dict[str, str] | None = None
+    ) -> EnvHost:
+        """``docker``: url of another Docker than the host's; ``env``: more environment for the daemon."""
         paths = Paths(root).make()
-        paths.config.write_text(f"[envkeeper]\n{config}")
+        url = f'docker = "{docker}"\n' if docker else ""
+        paths.config.write_text(f"[envkeeper]\n{url}{config}")
         log = (root / "envkeeper.log").open("ab")
-        host = cls(root, _spawn(root, log), log)
+        host = cls(root, _spawn(root, log, env or {}), log, docker, env or {})
         host.wait_ready()
         return host
 
@@ -74,11 +80,11 @@ class EnvHost:
 
     def restart(self) -> None:
         assert self.process.poll() is not None
-        self.process = _spawn(self.root, self.log)
+        self.process = _spawn(self.root, self.log, self.env)
         self.wait_ready()
 
     def containers(self) -> list[str]:
-        client = docker.APIClient()
+        client = docker.APIClient(self.docker)
         try:
             found = client.containers(all=True, filters={"label": f"belayer={owner_of(self.paths)}"})
         finally:
@@ -94,7 +100,7 @@ class EnvHost:
                 self.process.kill()
                 self.process.wait(10)
         self.log.close()
-        client = docker.APIClient()
+        client = docker.APIClient(self.docker)
         try:
             for container_id in self.containers():
                 client.remove_container(container_id, force=True, v=True)
@@ -102,6 +108,6 @@ class EnvHost:
             client.close()
 
 
-def _spawn(root: Path, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    env = {**os.environ, "BELAYER_ROOT": str(root)}
+def _spawn(root: Path, log: IO[bytes], more: dict[str, str]) -> subprocess.Popen[bytes]:
+    env = {**os.environ, **more, "BELAYER_ROOT": str(root)}
     return subprocess.Popen([sys.executable, "-m", "envkeeper"], cwd=TREE, env=env, stdout=log, stderr=log)

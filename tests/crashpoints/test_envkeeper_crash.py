@@ -1,0 +1,322 @@
+"""kill -9 at every numbered phase, of whoever is at work there (promises E2, E6, O1).
+
+The daemon stops itself at a failpoint (tests/support/failpoints.py); the test kills, then continues or restarts it.
+After each fault the same facts hold: READY is the old or the new one and whole, the sandbox runs or is declared lost
+and can be restored, nothing is frozen, nothing is left: containers, mounts, folders, claims, processes.
+
+One private Docker (dockerd and containerd are killed too) and mostly one sandbox for all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from belayer.errors import BelayerError
+from belayer.messages.common import Done
+from belayer.messages.sandbox import (
+    CheckpointInfo,
+    CreateSandbox,
+    DestroySandbox,
+    ExecAction,
+    FullCheckpoint,
+    FullRestore,
+    Observation,
+    RestoreInfo,
+    SandboxInfo,
+)
+from belayer.sandbox import Sandbox
+from envkeeper import freezer
+from envkeeper.failpoints import Point
+from envkeeper.marks import CLAIMS
+from envkeeper.store import Store
+from tests.support.envhost import EnvHost
+from tests.support.failpoints import Asking, Failpoints, happened, holders
+from tests.support.private_docker import PrivateDocker
+from tests.support.wait import eventually
+
+pytestmark = pytest.mark.docker
+
+CREATE = [point for point in Point if point.startswith("create.")]
+ACTION = [point for point in Point if point.startswith("action.")]
+CAPTURE = [point for point in Point if point.startswith("capture.")]
+PUBLISH = [point for point in Point if point.startswith("publish.")]
+RESTORE = [point for point in Point if point.startswith("restore.")]
+DESTROY = [point for point in Point if point.startswith("destroy.")]
+FROZEN = [Point.CAPTURE_FROZEN, Point.CAPTURE_COPYING, Point.CAPTURE_DUMPED, Point.CAPTURE_COPIED]
+
+
+class Scene:
+    """The one sandbox, whatever became of it. Its shell holds X, the number of the last boundary that it was told."""
+
+    def __init__(self, host: EnvHost, docker: PrivateDocker, points: Failpoints) -> None:
+        self.host, self.docker, self.points = host, docker, points
+        self.box = self._new()
+
+    def mounts(self, end: str) -> list[str]:
+        return [point for point in self.docker.mounts() if point.endswith(end)]
+
+    def _new(self) -> Sandbox:
+        box = self.host.create()
+        box.exec("X=1; (while :; do sleep 0.05; done) & head -c 300000 /dev/urandom > /data; sha256sum /data > /sum")
+        box.checkpoint()
+        return box
+
+    @property
+    def store(self) -> Store:
+        return Store(self.host.paths.checkpoints, self.box.sandbox_id)
+
+    def info(self) -> SandboxInfo:
+        return self.host.info(self.box.sandbox_id)
+
+    def ready(self) -> str:
+        pointer = self.store.ready()
+        assert pointer is not None
+        return pointer.checkpoint_id
+
+    def begin(self, point: Point) -> Asking:
+        """The request that leads to ``point``, under way."""
+        box, sock = self.box, self.host.paths.envkeeper_sock
+        name, life, k = box.sandbox_id, box.incarnation, box.boundary
+        act = ExecAction(sandbox_id=name, incarnation=life, boundary=k, command="X=after")
+        capture = FullCheckpoint(sandbox_id=name, incarnation=life, boundary=k, context_digest="new")
+        asks: dict[str, tuple[msgspec.Struct, type[msgspec.Struct]]] = {
+            "create": (CreateSandbox(name="half"), SandboxInfo),
+            "action": (act, Observation),
+            "capture": (capture, CheckpointInfo),
+            "restore": (FullRestore(sandbox_id=name, incarnation=life), RestoreInfo),
+            "destroy": (DestroySandbox(sandbox_id=name), Done),
+        }
+        asks["publish"] = asks["capture"]
+        kind = point.split(".")[0]
+        if kind == "restore":
+            self.kill_container()
+        self.points.arm(point)
+        asking = Asking(sock, *asks[kind])
+        self.points.wait(point, self.host.process.pid)
+        return asking
+
+    def resume(self) -> None:
+        os.kill(self.host.process.pid, signal.SIGCONT)
+
+    def kill_container(self) -> None:
+        pid = self.info().pid
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: self.info().state == "lost", what="the death is seen")
+
+    def whole(self, before: str) -> None:
+        """What must hold after every fault. ``before``: READY before it."""
+        self.points.clear()
+        host = self.host
+        eventually(lambda: self.info().state in ("running", "lost"), within=30, what="the sandbox runs or is lost")
+        info = self.info()
+        self.store.recover()
+        manifest, _ = self.store.load(self.ready())
+        self.store.verify(manifest)
+        assert manifest.checkpoint_id == before or manifest.context_digest == "new"
+        if info.state == "running":
+            group = freezer.of_process(info.pid)
+            assert not group.wants_frozen()
+        self.use(info, manifest.context_digest)
+        self.nothing_left(host)
+
+    def use(self, info: SandboxInfo, digest: str) -> None:
+        """It acts, or comes back at READY; and can be checkpointed again."""
+        self.box.close()
+        self.box = Sandbox.attach(info.sandbox_id, paths=self.host.paths)
+        if info.state == "lost":
+            back = self.box.restore_info()
+            assert back.context_digest == digest
+        seen = self.box.exec('echo "$X"; sha256sum -c /sum')
+        assert seen.stdout in ("1\n/data: OK\n", "after\n/data: OK\n")
+        self.box.exec("X=1")
+        self.box.checkpoint()
+
+    def nothing_left(self, host: EnvHost) -> None:
+        info = self.info()
+        home = host.paths.checkpoints
+        eventually(lambda: host.containers() == [info.container_id], within=20, what="one container is left")
+        eventually(lambda: len(self.mounts("/merged")) == 1, what="one root is mounted")
+        netns = [point for point in self.docker.mounts() if "/netns/" in point]
+        assert len(netns) <= 1, "a first life has one; a restored one joins none of Docker's"
+        assert [path.name for path in home.glob("[!.]*")] == [info.sandbox_id]
+        assert list((home / info.sandbox_id / "tmp").iterdir()) == []
+        assert [path.name for path in (home / ".restores").iterdir() if path.is_dir()] == []
+        eventually(
+            lambda: [p.name for p in (host.root / "run" / "lives").iterdir()] == [info.incarnation], what="lives"
+        )
+        marks = sorted(path.suffix for path in CLAIMS.glob(f"{info.container_id}*"))
+        assert marks == [".once", ".owner"]
+        me = {host.process.pid, os.getpid()}
+        eventually(lambda: not holders(host.root, me), what="no process of a dump or a restore is left")
+        assert len(self.docker.shims()) == 1
+
+
+@pytest.fixture(scope="module")
+def docker() -> Iterator[PrivateDocker]:
+    with tempfile.TemporaryDirectory(prefix="bd-") as folder:
+        found = PrivateDocker(Path(folder) / "d").start()
+        try:
+            found.take_image("belayer-sandbox:base")
+            yield found
+        finally:
+            found.stop()
+
+
+@pytest.fixture(scope="module")
+def scene(docker: PrivateDocker) -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        points = Failpoints(Path(folder) / "points")
+        host = EnvHost.start(Path(folder), "keep_checkpoints = 2\n", docker.url, points.env)
+        try:
+            yield Scene(host, docker, points)
+        finally:
+            host.stop()
+
+
+def test_every_point_is_in_one_of_the_lists() -> None:
+    assert sorted([*CREATE, *ACTION, *CAPTURE, *PUBLISH, *RESTORE, *DESTROY]) == sorted(Point)
+
+
+@pytest.mark.parametrize("point", [*CREATE, *ACTION, *CAPTURE, *PUBLISH, *RESTORE])
+def test_envkeeper_is_killed(scene: Scene, point: Point) -> None:
+    before = scene.ready()
+    asking = scene.begin(point)
+    scene.host.kill()
+    asking.end(dead=True)
+    assert asking.answer is None, "nothing was told"
+    scene.host.restart()
+    if point in CREATE:
+        assert scene.host.listed() == [scene.box.sandbox_id], "half-made: gone"
+    if point is Point.PUBLISH_READY:
+        assert scene.ready() != before
+    scene.whole(before)
+
+
+@pytest.mark.parametrize("point", DESTROY)
+def test_envkeeper_is_killed_while_it_destroys(scene: Scene, point: Point) -> None:
+    asking = scene.begin(point)
+    scene.host.kill()
+    asking.end(dead=True)
+    scene.host.restart()
+    scene.points.clear()
+    assert scene.host.listed() == [], "what was begun is done"
+    eventually(lambda: scene.host.containers() == [], what="no container is left")
+    assert list(scene.host.paths.checkpoints.glob("[!.]*")) == []
+    scene.box = scene._new()
+    scene.nothing_left(scene.host)
+
+
+@pytest.mark.parametrize("point", [*CAPTURE, Point.PUBLISH_HASHED, Point.PUBLISH_RENAMED])
+def test_the_container_is_killed_in_a_checkpoint(scene: Scene, point: Point) -> None:
+    before = scene.ready()
+    pid = scene.info().pid
+    asking = scene.begin(point)
+    os.kill(pid, signal.SIGKILL)
+    scene.resume()
+    asking.end(dead=False)
+    eventually(lambda: scene.info().state == "lost", what="the death is seen")
+    assert (asking.answer is not None) == (scene.ready() != before)
+    scene.whole(before)
+
+
+@pytest.mark.parametrize("point", [Point.RESTORE_STARTED, Point.RESTORE_VERIFIED, Point.RESTORE_PROVED])
+def test_the_new_container_is_killed_in_a_restore(scene: Scene, point: Point) -> None:
+    """Before its proof it is never served: the same checkpoint is tried again. After it, its death is like any."""
+    before = scene.ready()
+    asking = scene.begin(point)
+    (pid,) = {pid for pid in pids_of(scene) if Path(f"/proc/{pid}/exe").exists()}
+    os.kill(pid, signal.SIGKILL)
+    happened(lambda: not Path(f"/proc/{pid}/exe").exists(), "it is dead")
+    scene.resume()
+    asking.end(dead=False)
+    assert isinstance(asking.answer, RestoreInfo), asking.failed
+    assert [step.split(":")[0] for step in asking.answer.path] == [before] * (1 if point is Point.RESTORE_PROVED else 2)
+    if point is Point.RESTORE_PROVED:
+        eventually(lambda: scene.info().state == "lost", what="the death is seen")
+    assert scene.ready() == before
+    scene.whole(before)
+
+
+def pids_of(scene: Scene) -> list[int]:
+    client = scene.docker.client()
+    try:
+        rows = [client.inspect_container(one)["State"] for one in scene.host.containers()]
+    finally:
+        client.close()
+    return [row["Pid"] for row in rows if row["Running"]]
+
+
+@pytest.mark.parametrize("point", FROZEN)
+def test_criu_is_killed(scene: Scene, point: Point) -> None:
+    before = scene.ready()
+    asking = scene.begin(point)
+    criu = [pid for pid, name in children(scene.host.process.pid) if name == "criu"]
+    assert len(criu) == 1
+    os.kill(criu[0], signal.SIGKILL)
+    scene.resume()
+    asking.end(dead=False)
+    assert isinstance(asking.failed, BelayerError), "no checkpoint came of it"
+    assert scene.ready() == before
+    scene.whole(before)
+
+
+def children(pid: int) -> list[tuple[int, str]]:
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(word) for word in (task / "children").read_text().split()]
+    return [(child, Path(f"/proc/{child}/comm").read_text().strip()) for child in found]
+
+
+DOCKER_AT = [
+    Point.CREATE_RECORDED,
+    Point.CAPTURE_DUMPED,
+    *(Point.RESTORE_CLAIMED, Point.RESTORE_CREATED, Point.RESTORE_ARMED, Point.RESTORE_STARTED),
+]
+
+
+@pytest.mark.parametrize("point", DOCKER_AT)
+def test_dockerd_is_killed(scene: Scene, point: Point) -> None:
+    """Docker is away when the phase goes on: a named failure, and all is well when it is back."""
+    before = scene.ready()
+    asking = scene.begin(point)
+    scene.docker.kill_dockerd()
+    scene.resume()
+    asking.end(dead=False)
+    assert asking.failed is not None or point in (Point.CAPTURE_DUMPED, *RESTORE[-4:]), asking.answer
+    scene.docker.start_dockerd()
+    if point in CREATE:
+        assert scene.host.info("half").state == "destroyed", "what is left of it is removed when Docker is back"
+    scene.host.kill()
+    scene.host.restart()
+    scene.whole(before)
+
+
+@pytest.mark.parametrize("point", [Point.CAPTURE_FROZEN, Point.RESTORE_STARTED])
+def test_containerd_is_killed(scene: Scene, point: Point) -> None:
+    before = scene.ready()
+    asking = scene.begin(point)
+    scene.docker.kill_containerd()
+    scene.docker.start_containerd()
+    scene.resume()
+    asking.end(dead=False)
+    scene.whole(before)
+
+
+@pytest.mark.parametrize("point", [Point.ACTION_ENDED, Point.CAPTURE_FROZEN, Point.RESTORE_STARTED])
+def test_the_shim_is_killed(scene: Scene, point: Point) -> None:
+    """containerd ends what a dead shim held: the sandbox is lost, and comes back."""
+    before = scene.ready()
+    asking = scene.begin(point)
+    for pid in scene.docker.shims().values():
+        os.kill(pid, signal.SIGKILL)
+    happened(lambda: not scene.docker.shims(), "the shims are dead")
+    scene.resume()
+    asking.end(dead=False)
+    scene.whole(before)
