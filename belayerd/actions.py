@@ -12,6 +12,7 @@ from belayer.clock import monotonic
 from belayer.config import Policy
 from belayer.errors import (
     DaemonUnreachable,
+    Fenced,
     HandoverFailed,
     LeaseRefused,
     OwnerGone,
@@ -136,7 +137,10 @@ class Actions:
         return f"{said}; {await self._free_arena(target.slot)}"
 
     async def _free_arena(self, slot: str) -> str:
-        arenas = [await self._free_one(arena) for arena in await self.kv.arenas(slot)]
+        try:
+            arenas = [await self._free_one(arena) for arena in await self.kv.arenas(slot)]
+        except Fenced:  # the owner was replaced in between: look again at what its next life holds
+            arenas = [await self._free_one(arena) for arena in await self.kv.arenas(slot)]
         return f"arena free at epoch {arenas[0].epoch}" if arenas else "arena not made yet"
 
     async def _free_one(self, arena: ArenaInfo) -> ArenaInfo:

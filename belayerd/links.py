@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 
 from belayer import wire
+from belayer.clock import monotonic
 from belayer.errors import DaemonUnreachable, WorkerFailed
 from belayer.messages.owner import (
     ArenaInfo,
@@ -33,6 +34,8 @@ from belayer.seqpacket import SeqClient
 
 R = TypeVar("R", bound=msgspec.Struct)
 
+_PATIENCE = 0.8  # of a step's deadline: an owner that stays away is the error, not the deadline that it ran into
+_AGAIN_S = 0.05
 _IDENTITY = b"belayerd"  # the worker tells its control peer from router fronts by this
 
 
@@ -98,13 +101,14 @@ def spawn(paths: Paths, message: SpawnWorker, within: float) -> tuple[Spawned, i
 
 
 class OwnerLink:
-    """Admin connection to one owner; made anew for each call, so that an owner's restart is no special case."""
+    """Admin connection to one owner; made anew for each call, so that an owner's restart is no special case. An owner
+    that is away is waited for: it comes back with everything, and a handover that gave up would quarantine its slot."""
 
     def __init__(self, paths: Paths, kind: str, within: float) -> None:
         self._path, self._within = paths.owner_sock(kind), within
 
-    async def status(self) -> OwnerStatusReply:
-        return await self._call(OwnerStatus(), OwnerStatusReply)
+    async def status(self, *, wait: bool = True) -> OwnerStatusReply:
+        return await self._call(OwnerStatus(), OwnerStatusReply, wait)
 
     # Each of these carries what the caller saw: where the owner, or the arena, has moved on since, it is Fenced.
 
@@ -128,8 +132,16 @@ class OwnerLink:
         """All of a slot's: one for each tensor-parallel rank."""
         return [arena for arena in (await self.status()).arenas if arena.slot == slot]
 
-    async def _call(self, message: Any, reply: type[R]) -> R:
-        return await asyncio.to_thread(self._blocking, message, reply)
+    async def _call(self, message: Any, reply: type[R], wait: bool = True) -> R:
+        """Asking again is safe: what the last life did do is Fenced in the next one by its owner generation."""
+        end = monotonic() + (_PATIENCE * self._within if wait else 0.0)
+        while True:
+            try:
+                return await asyncio.to_thread(self._blocking, message, reply)
+            except DaemonUnreachable:
+                if monotonic() >= end:
+                    raise
+            await asyncio.sleep(_AGAIN_S)
 
     def _blocking(self, message: Any, reply: type[R]) -> R:
         client = SeqClient(self._path, self._within)

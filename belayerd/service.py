@@ -126,7 +126,7 @@ class Supervisor:
         waited = 0.0
         while waited < self._config.policy.owner_deadline_s:
             try:
-                status = await self._actions.weights.status()
+                status = await self._actions.weights.status(wait=False)
             except DaemonUnreachable:
                 status = None
             if status and any(row.model == model and row.state == "sealed" for row in status.weights):
@@ -199,7 +199,7 @@ class Supervisor:
         found = []
         for kind, link in (("weights", self._actions.weights), ("kv", self._actions.kv)):
             try:
-                found.append(await link.status())
+                found.append(await link.status(wait=False))
                 self._tell_lost(found[-1])
             except BelayerError as why:
                 if kind not in self._silent:

@@ -209,6 +209,28 @@ def test_owners_are_killed_and_no_stream_no_worker_and_no_slot_notices(host: Loc
     assert facts(start(host, "chat").result()) == truth["chat"]
 
 
+def test_a_main_that_dies_while_its_owners_are_away_is_handed_over_when_they_are_back(
+    host: LocalHost, truth: dict[str, Any]
+) -> None:
+    """Two faults at once: the handover waits for the owners instead of giving the slot up."""
+    before = host.until_protected()
+    stream = start(host, "chat")
+    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
+    name = busy_slots(host)[0]
+    for kind in ("kv", "weights"):
+        host.kill9(f"gpuowner@{kind}")
+    os.kill(main_pid(host, name), signal.SIGKILL)
+    host.until("the handover begins", lambda s: slot(s, name).state == "handover", 30.0)
+    for kind in ("kv", "weights"):
+        host.spawn(f"gpuowner@{kind}")
+    assert facts(stream.result(120)) == truth["chat"]
+    after = host.until_protected()
+    assert pids(after, name)[0] == pids(before, name)[1], "the shadow of before is the main now"
+    incident = slot(after, name).last_incident
+    assert incident is not None
+    assert (incident.cause, incident.outcome) == ("death", "served")
+
+
 def test_kv_owner_and_its_holder_are_killed_and_arenas_are_made_anew(host: LocalHost, truth: dict[str, Any]) -> None:
     """Then the arenas live only in what the mains have mapped. Streams go on; the owner names what is lost; no slot is
     called protected while its shadow maps an arena that the living owner does not hold; afterwards a handover works."""
