@@ -51,6 +51,8 @@ def test_tokens_are_those_of_vllms_own_loader_before_and_after_an_update(results
         assert ours["tokens"] == theirs["tokens"]
         assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=SAME)
     assert got["ours"][0] != got["ours"][1], "other weights, other tokens"
+    assert got["across"] == got["continued"], "a request on board goes on with the new weights alone"
+    assert got["across"][:5] == got["ours"][0]["tokens"][:5], "and keeps what it had said"
     assert got["moved"] == [1, 2, ENGINES[kind][1] == "swap"]
     assert got["version"] == "2"
     assert [version for version, _ in got["oracles"]] == [1, 2]

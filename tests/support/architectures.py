@@ -168,17 +168,21 @@ def ours(stack: Any, second: Path, mode: str) -> dict[str, Any]:
     module = core.model_executor.driver_worker.worker.model_runner.model
     first, oracle = tokens_of_core(core), take_oracle(core, vocab, 1)[0]
     before = {name: value.data_ptr() for name, value in module.named_parameters()}
+    held = on_board(core)  # and no step is taken until the engine has moved
     loader = OwnerClient(path, Role.LOADER, "trainer", timeout=60.0)
     update = begin_update(loader, model.name, mode=mode, whole=True)
     update.write_folder(second)
     update.commit()
     moved = weights.move_engine(core)
+    across = held + finish(core)
     after = {name: value.data_ptr() for name, value in module.named_parameters()}
     copied = [row.name for row in bound.copies]
     return {
         "ours": [first, tokens_of_core(core)],
+        "continued": continued(core, held),
         "oracles": [[one.weight_version, one.token] for one in (oracle, take_oracle(core, vocab, moved.now)[0])],
         "version": core.weight_version(),
+        "across": across,
         "moved": [moved.was, moved.now, moved.remapped],
         "same_addresses": [name for name in before if before[name] == after[name]],
         "parameters": sorted(before),
@@ -191,13 +195,38 @@ def ours(stack: Any, second: Path, mode: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tokens_of_core(core: Any) -> dict[str, Any]:
+def request(name: str, count: int) -> Any:
     from vllm.sampling_params import SamplingParams
 
     from belayerd.worker.standby import _request
 
-    params = SamplingParams(temperature=0.0, max_tokens=COUNT, logprobs=1, ignore_eos=True)
-    outs = core.run_alone([_request("case", PROMPT, params)], {})
+    return _request(name, PROMPT, SamplingParams(temperature=0.0, max_tokens=count, logprobs=1, ignore_eos=True))
+
+
+def on_board(core: Any) -> list[int]:
+    """A request that has made a few tokens with the old weights, and is still running: those tokens."""
+    core._internal = []
+    core.add(request("across", COUNT), [])
+    while len(tokens := [token for out in core._internal for token in out.new_token_ids]) < 5:
+        core.turn()
+    core._internal = []
+    return tokens
+
+
+def continued(core: Any, held: list[int]) -> list[int]:
+    """What the new weights alone say after the prompt and ``held``."""
+    outs = core.run_alone([request("continued", COUNT)], {"belayer-continued": held})
+    return held + [token for out in outs for token in out.new_token_ids]
+
+
+def finish(core: Any) -> list[int]:
+    while not any(out.finish_reason is not None for out in core._internal):
+        core.turn()
+    return [token for out in core._internal for token in out.new_token_ids]
+
+
+def tokens_of_core(core: Any) -> dict[str, Any]:
+    outs = core.run_alone([request("case", COUNT)], {})
     tokens = [token for out in outs for token in out.new_token_ids]
     logprobs = [float(row[0]) for out in outs if out.new_logprobs is not None for row in out.new_logprobs.logprobs]
     return {"tokens": tokens, "logprobs": logprobs}

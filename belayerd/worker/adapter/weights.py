@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from belayer.clock import Stopwatch
-from belayer.errors import Refused, WeightsBroken
+from belayer.errors import WeightsBroken
 from belayer.messages.owner import TensorSpec
 from belayerd.worker.adapter.bound import Bound, Copied
 from belayerd.worker.adapter.seat import seat
@@ -230,12 +230,10 @@ def _pack_again(layer: str, module: Any, view: WeightsView) -> None:
 def move_engine(core: Any, threads: int = 1) -> Moved:
     """Move the engine of this process to the owner's last weight version. ``core``: the adapter's ``Core``.
 
-    Called between two steps. The KV blocks of what runs are of the old weights, so running requests are preempted: they
-    wait, and compute their context again, prompt and output so far, when steps are taken again. Afterwards the prefix
-    cache is empty and every further token carries the new version; the caller takes a new oracle. Raises Refused with
-    everything as it was, or as ``follow``."""
-    if not core.reset_prefix_cache(reset_running_requests=True):
-        raise Refused("the prefix cache cannot be emptied: requests still hold blocks of it")
+    Called between two steps. The KV blocks of requests on board are of the old weights, so these requests go back to
+    the queue and are read again with the new ones; their tokens stay. Afterwards every token carries the new version,
+    and the caller takes a new oracle. Raises as ``follow``; before the remap nothing but the KV blocks is lost."""
+    core.reset_prefix_cache(reset_running_requests=True)
     moved: Moved = core.model_executor.collective_rpc("follow_weights", args=(threads,))[0]
     core.set_weight_version(str(moved.now))
     logger.info("weights_moved", **{"from": moved.was, "to": moved.now, "remapped": moved.remapped, "ms": moved.ms})
