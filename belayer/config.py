@@ -38,9 +38,12 @@ class Host(_Section, frozen=True, kw_only=True):
 
 
 class Gpuowner(_Section, frozen=True, kw_only=True):
-    """``memory``: where weights and arenas live: "memfd" for slots on the CPU, "cuda_vmm" for slots on a GPU."""
+    """``memory``: where weights and arenas live: "memfd" for slots on the CPU, "cuda_vmm" for slots on a GPU.
+    ``huge_pages``: of weights in memfd: "thp" needs shmem_enabled, "hugetlb" a reserved pool; asked for and not there,
+    the owner refuses to start."""
 
     memory: Literal["memfd", "cuda_vmm"] = "memfd"
+    huge_pages: Literal["off", "thp", "hugetlb"] = "off"
 
 
 class Model(_Section, frozen=True, kw_only=True):
@@ -103,6 +106,7 @@ class Router(_Section, frozen=True, kw_only=True):
 
 class Envkeeper(_Section, frozen=True, kw_only=True):
     """Limits are per sandbox; bytes, seconds, MiB as named. ``criu``: the binary, version 4.2 or later.
+    ``engine_path``: who dumps and restores; "docker_api" is the slow fallback (experimental dockerd before 28).
     ``disk_mb``: of the upper layer, looked at once a second while it acts; 0 for none. ``pool``: sandboxes of the
     configured image that wait, ready made. ``egress``: what sandboxes may be allowed at most, as
     ADDRESS[/BITS]:PORT[-PORT][/tcp|udp]; ``bridge``: the Docker network of those that are allowed something.
@@ -115,6 +119,7 @@ class Envkeeper(_Section, frozen=True, kw_only=True):
     docker: Text = "unix:///var/run/docker.sock"
     criu: Text = "/opt/belayer/criu/usr/sbin/criu"
     runtime: Text = "belayer"
+    engine_path: Literal["fast", "docker_api"] = "fast"
     memory_mb: PositiveInt = 512
     cpus: Positive = 1.0
     pids: PositiveInt = 256

@@ -45,7 +45,8 @@ def next_generation(paths: Paths, kind: str) -> int:
 
 
 def sources(config: Config) -> dict[str, Source]:
-    return {model.name: Source(Path(model.path), model.dtype, model.update) for model in config.model}
+    huge = config.gpuowner.huge_pages
+    return {model.name: Source(Path(model.path), model.dtype, model.update, huge) for model in config.model}
 
 
 def open_store(paths: Paths, kind: str, choice: str) -> HolderStore | SystemdStore:

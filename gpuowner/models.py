@@ -34,10 +34,16 @@ class Source:
     folder: Path
     dtype: str
     update: str = SWAP
+    huge_pages: str = "off"
 
     def text(self) -> str:
         """Differs when the configuration asks for other bytes or another kind of memory."""
-        return f"{self.folder} {self.dtype} {self.update}"
+        return f"{self.folder} {self.dtype} {self.update} {self.huge_pages}"
+
+    def load(self, model: str, progress: Progress) -> Loaded:
+        return load(
+            model, self.folder, self.dtype, progress, seal=self.update == SWAP, huge_pages=self.huge_pages
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ class Models:
         weights = core.Weights(model=model, nbytes=0, version=version, owner=self._keeping.generation)
         entry = self.entries[model, rank] = ModelEntry(weights, rank, source)
         try:
-            loaded = load(model, source.folder, source.dtype, progress, seal=source.update == SWAP)
+            loaded = source.load(model, progress)
         except BelayerError as why:
             entry.weights = core.weights_step(entry.weights, core.BuildFailed(reason=why.message))
             raise
@@ -297,7 +303,8 @@ class Models:
         if mode != SWAP:
             raise Refused(f"no update mode {mode[:32]!r}", remedy="swap or in_place")
         room_or_refuse(entry.weights.model, version.memory.nbytes)
-        memory = Memfd(f"weights-{entry.weights.model}-next", version.memory.nbytes)
+        name = f"weights-{entry.weights.model}-next"
+        memory = Memfd(name, version.memory.nbytes, version.memory.huge_pages)
         entry.next = Version(memory=memory, name="", layout=version.layout, chunks=(), digest="")
         mine = os.dup(memory.fd)
         return (mine, version.memory.reader_fd()) if with_base else (mine,)
@@ -369,8 +376,7 @@ class Models:
 
         def work() -> Loaded | BelayerError:
             try:
-                source = entry.source
-                return load(asked.model, source.folder, source.dtype, progress, seal=source.update == SWAP)
+                return entry.source.load(asked.model, progress)
             except BelayerError as why:
                 return why
 
