@@ -12,6 +12,7 @@ from belayerctl.handover import handover
 from belayerctl.incidents import incidents
 from belayerctl.inject import inject
 from belayerctl.lists import config, gpu, owners, restore, sandboxes
+from belayerctl.republish import republish
 from belayerctl.status import status
 from belayerctl.top import top
 
@@ -25,7 +26,7 @@ def cli() -> None:
     pass
 
 
-for _command in (status, top, handover, inject, incidents, owners, sandboxes, restore, gpu, config):
+for _command in (status, top, handover, inject, incidents, owners, sandboxes, restore, republish, gpu, config):
     cli.add_command(_command)
 
 

@@ -4,7 +4,10 @@ O1)."""
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -246,13 +249,15 @@ def test_a_lost_update_is_refused_until_it_is_published_again(host: Owners) -> N
     with pytest.raises(WeightsTorn, match="last whole version 2: their last version was lost"):
         WeightsView(host.client("weights"), "m")
     WeightsView(host.client("weights"), "other").verify()
-    status = host.reborn("weights")
+    host.reborn("weights")
     assert host.the_model().state == "torn", "the next life remembers it too"
-    admin = host.client("weights", o.Role.ADMIN)
-    info, _ = admin.call(
-        o.RepublishWeights(model="m", version=2, owner_generation=status.owner_generation), o.WeightsInfo
-    )
-    assert (info.state, info.version) == ("sealed", 3)
+    command = [sys.executable, "-m", "belayerctl", "republish", "m", "--json"]
+    env = {**os.environ, "BELAYER_ROOT": str(host.root)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    info = json.loads(done.stdout)
+    assert (info["state"], info["version"]) == ("sealed", 3)
+    assert subprocess.run(command, env=env, capture_output=True, timeout=60, check=False).returncode == 1, "sealed"
     WeightsView(host.client("weights"), "m").verify()
 
 
