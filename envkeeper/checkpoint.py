@@ -81,7 +81,7 @@ class _Frozen:
         findings = findings or peers.find(pid, tasks)
         if findings:
             raise CheckpointRefused(
-                "; ".join(finding.text for finding in findings[:4]),
+                "; ".join(str(finding) for finding in findings[:4]),
                 kept="the sandbox runs on and the previous checkpoint stays READY",
             )
         self.stdio = tuple(os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3))

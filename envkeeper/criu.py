@@ -32,7 +32,7 @@ from typing import Protocol
 
 from belayer.clock import monotonic
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, HostUnfit, SandboxLost
-from envkeeper import pbuf
+from envkeeper import pbuf, reasons
 
 OLDEST = (4, 2)  # 4.1 fails on any inet socket on kernels >= 6.16, although its own check passes
 
@@ -240,7 +240,9 @@ def _why_failed(plan: DumpPlan, said: str) -> BelayerError:
         return CheckpointIncomplete(
             f"no space left for the dump{why}", kept=_KEPT, remedy="free disk space below the checkpoint folder"
         )
-    return CheckpointRefused(f"CRIU cannot dump this sandbox{why}", kept=_KEPT)
+    named = reasons.name(why)
+    words = f"CRIU cannot dump this sandbox{why}"
+    return CheckpointRefused(f"{named} ({words})" if named else words, kept=_KEPT)
 
 
 def _begin(moment: Moment) -> None:

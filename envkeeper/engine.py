@@ -115,6 +115,7 @@ class Engine:
                 **self._sealed(),
             )
             made = client.create_container(
+                sysctls=None if holder else _loopback(),
                 recipe.image_id,
                 entrypoint=[AGENT_IN_SANDBOX],
                 command=[],
@@ -310,3 +311,8 @@ def _is_holder(row: dict[str, Any], sandbox_id: str = "") -> bool:
 
 class EngineFault(BelayerError):
     """Docker answered with an error that has no better name here."""
+
+
+def _loopback() -> dict[str, str]:
+    """Docker takes ::1 away where it sets up no network; programs look for it, and a restored life has one."""
+    return {"net.ipv6.conf.all.disable_ipv6": "0"} if Path("/proc/sys/net/ipv6").exists() else {}

@@ -51,7 +51,7 @@ def split(mounts: list[Mount], bound: frozenset[str]) -> Split:
             external.append(mount.point)
         elif mount.root == "/null" and mount.point.startswith(("/proc/", "/sys/")):
             masked.append(mount.point)
-        elif mount.kind not in _OWN:
+        elif mount.kind not in _OWN or (mount.kind == "overlay" and mount.point != "/"):
             foreign.append(mount)
     return Split(tuple(external), tuple(masked), tuple(foreign))
 

@@ -104,17 +104,12 @@ def _of_descriptors(task: Task, who: str) -> list[Finding]:
         out.append(Finding("io_uring", f"io_uring in {who}: run it without (its rings are in no dump)"))
     if any("fanotify" in link for link in links):
         out.append(Finding("fanotify", f"{who} watches whole mounts (fanotify): run it without"))
-    for descriptor in task.descriptors:
+    locked = sorted({d.link for d in task.descriptors if d.locked and d.link in task.mapped})
+    for path in locked:
         # CRIU takes the locks and then maps the file, closing the descriptor that it mapped through: and with any
         # close of a file a process loses all its POSIX locks on it (fcntl(2)).
-        if descriptor.locked and descriptor.link in task.mapped:
-            out.append(
-                Finding(
-                    "lock_on_mapped_file",
-                    f"{who} holds a record lock on {descriptor.link} and maps it (SQLite in WAL mode does): "
-                    "close it first, or use another journal mode",
-                )
-            )
+        words = f"{who} holds a record lock on {path} and maps it (SQLite in WAL mode does): close it first"
+        out.append(Finding("lock_on_mapped_file", words))
     return out
 
 

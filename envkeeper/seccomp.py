@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_EPERM, _ENOSYS = 1, 38
+_EPERM, _ENOSYS, _EPROTONOSUPPORT = 1, 38, 93
 
 # Named, so that a test can ask for each; the numbers are what a program sees.
 REFUSED: dict[str, int] = {
@@ -21,6 +21,9 @@ REFUSED: dict[str, int] = {
     "io_uring_enter": _ENOSYS,
     "io_uring_register": _ENOSYS,
     "clone3": _ENOSYS,  # its flags lie in memory, where no filter sees them: libc falls back to clone
+    "landlock_create_ruleset": _ENOSYS,  # a restored process would be free of its rules, without a word
+    "landlock_add_rule": _ENOSYS,
+    "landlock_restrict_self": _ENOSYS,
     "memfd_secret": _ENOSYS,  # nobody may read it, so no dump may either
     "unshare": _EPERM,
     "setns": _EPERM,
@@ -56,6 +59,7 @@ REFUSED: dict[str, int] = {
 
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET (sched.h)
 _AF_ALG = 38  # from here on: kernel crypto, NFC, vsock, XDP ...: sockets of no use in a sandbox that no dump carries
+_MPTCP = 262  # no dump carries it; programs that would like it (Go does by default) fall back to TCP
 _PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)  # plain, 32-bit uname, and asking
 
 _ARCHITECTURES = [
@@ -75,7 +79,11 @@ def profile() -> str:
     rules: list[dict[str, Any]] = [_allow(allowed())]
     # A masked comparison: none of the bits may be set. The flags are the first argument on all of our machines.
     rules.append(_allow(["clone"], index=0, value=_NEW_NAMESPACES, valueTwo=0, op="SCMP_CMP_MASKED_EQ"))
-    rules.append(_allow(["socket"], index=0, value=_AF_ALG, op="SCMP_CMP_LT"))
+    family = {"index": 0, "value": _AF_ALG, "op": "SCMP_CMP_LT"}
+    protocol = {"index": 2, "value": _MPTCP, "op": "SCMP_CMP_NE"}
+    rules.append({"names": ["socket"], "action": "SCMP_ACT_ALLOW", "args": [family, protocol]})
+    refused = {"names": ["socket"], "action": "SCMP_ACT_ERRNO", "errnoRet": _EPROTONOSUPPORT}
+    rules.append(refused | {"args": [protocol | {"op": "SCMP_CMP_EQ"}]})
     rules += [_allow(["personality"], index=0, value=value, op="SCMP_CMP_EQ") for value in _PERSONALITIES]
     for errno in sorted(set(REFUSED.values())):
         names = sorted(name for name, number in REFUSED.items() if number == errno)

@@ -104,6 +104,28 @@ static char *annotate(const char *bundle, const char *config, int alone) {
 }
 
 static void own_network(const char *spec) {
+/* Settings of the namespace that the container's specification names: runc writes them only for what it starts, not for
+   what it restores, and a ping socket or an IPv6 address that was there would not be any more. */
+static void settings(const char *spec) {
+    const char *at = strstr(spec, "\"sysctl\":{");
+    for (at = at ? at + 9 : NULL; at && at[1] == '"';) {
+        char path[320] = "/proc/sys/", value[256];
+        size_t key = strcspn(at + 2, "\""), size;
+        const char *v = at + 2 + key + 3;
+        if (strncmp(at + 2 + key, "\":\"", 3) || key > 250 || (size = strcspn(v, "\"")) >= sizeof value) { errno = EINVAL; fail("cannot read", "sysctl"); }
+        memcpy(path + 10, at + 2, key);
+        for (char *c = path + 10; *c; c++) if (*c == '.') *c = '/';
+        memcpy(value, v, size);
+        if (strncmp(path + 10, "net/", 4) == 0) {
+            int fd = open(path, O_WRONLY | O_CLOEXEC);
+            if (fd < 0 || write(fd, value, size) != (ssize_t)size) fail("cannot set", path);
+            close(fd);
+        }
+        at = v + size + 1;
+        if (*at != ',') break;
+    }
+}
+
     const char *ns = strstr(spec, "\"type\":\"network\"");
     if (!ns) return;                                    /* the host's namespace: nothing to join */
     const char *end = strchr(ns, '}'), *path = strstr(ns, "\"path\":\"");
@@ -126,6 +148,7 @@ static void own_network(const char *spec) {
     if (ioctl(s, SIOCSIFFLAGS, &lo)) fail("cannot bring up", "lo");
     close(s);
 }
+    settings(spec);
 
 static void restore(int argc, char **argv, int verb, char *claim) {
     char *args[96];
@@ -150,6 +173,16 @@ static void restore(int argc, char **argv, int verb, char *claim) {
 }
 
 /* Without the folder there is no envkeeper on this host, and the container is nobody's sandbox. */
+/* The fallback through Docker's own checkpoint API (envkeeper/docker_api.py): the CRIU that runc starts gets our settings
+   in the same way, from a file that envkeeper leaves while it is configured so. */
+static void settings_of_api(int argc, char **argv, int verb) {
+    if (access(API, R_OK)) return;
+    char *kept = slurp(API, NULL);
+    setenv("PATH", value(kept, "path"), 1);
+    for (int i = verb + 1; i + 1 < argc; i++)
+        if (strcmp(argv[i], "--bundle") == 0) annotate(argv[i + 1], value(kept, "config"), 0);
+}
+
 static void only_once(const char *claim) {
     char once[520];
     snprintf(once, sizeof once, "%s.once", claim);
@@ -176,6 +209,7 @@ int main(int argc, char **argv) {
         if (strcmp(argv[verb], "start") == 0 && rename(used, started) == 0) return 0;
     }
     argv[0] = "runc";
+        if (begins || strcmp(argv[verb], "checkpoint") == 0) settings_of_api(argc, argv, verb);
     execvp("runc", argv);
     fail("cannot run", "runc");
 }

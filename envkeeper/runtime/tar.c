@@ -1,8 +1,8 @@
 /*
  * Stand-in for tar on CRIU's PATH, for the case that costs most: CRIU runs `tar --gzip` for every tmpfs mount of a
  * container (five of them) inside the freeze, and they hold folders, links and device nodes but no data. Such a folder
- * is written here without starting gzip; one with any file in it, and every archive that is not ours, goes to the real
- * tar.
+ * is written here without starting gzip; one with any file or attribute in it, and every archive that is not ours, goes to
+ * the real tar, which is told to keep attributes and nanoseconds.
  *
  * Dump:    tar --create --gzip ... --directory DIR .     -> archive on stdout
  * Restore: tar --extract --gzip ... --directory DIR      <- archive on stdin (a file, so that it can be rewound)
@@ -18,6 +18,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #define REAL "/bin/tar"
@@ -48,18 +49,26 @@ static unsigned long long number(const uint8_t *at) { return strtoull((const cha
 static size_t used;
 static dev_t top_dev;
 
+static int attributes(int dirfd, const char *name) {
+    char path[320];
+    snprintf(path, sizeof path, "/proc/self/fd/%d/%s", dirfd, name);
+    return llistxattr(path, NULL, 0) > 0;
+}
+
 static int entry(int dirfd, const char *name, const char *path, const struct stat *st) {
     uint8_t *h = tar + used;
     unsigned sum = 0;
     int dir = S_ISDIR(st->st_mode);
     if (used + 3 * BLOCK > MAX_TAR || strlen(path) + dir > 99 || st->st_uid > 07777777 || st->st_gid > 07777777) return -1;
     if (!dir && st->st_nlink > 1) return -1;
+    if (attributes(dirfd, name)) return -1;
     snprintf((char *)h, 100, "%s%s", path, dir ? "/" : "");
     octal(h + 100, 8, st->st_mode & 07777);
     octal(h + 108, 8, st->st_uid);
     octal(h + 116, 8, st->st_gid);
     octal(h + 124, 12, 0);
     octal(h + 136, 12, st->st_mtime);
+    octal(h + 500, 12, st->st_mtim.tv_nsec);        /* in ustar's padding: only we look there */
     memset(h + 148, ' ', 8);
     memcpy(h + 257, "ustar\00000", 8);
     if (dir) h[156] = '5';
@@ -138,7 +147,7 @@ static int make(int top, const uint8_t *h) {
 }
 
 static int set_time(int top, const uint8_t *h) {
-    struct timespec t[2] = { { .tv_nsec = UTIME_NOW }, { .tv_sec = number(h + 136) } };
+    struct timespec t[2] = { { .tv_nsec = UTIME_NOW }, { .tv_sec = number(h + 136), .tv_nsec = number(h + 500) } };
     char path[101] = { 0 };
     memcpy(path, h, 100);
     size_t n = strlen(path);
@@ -177,8 +186,17 @@ int main(int argc, char **argv) {
     else if (dir && gzip && strcmp(verb, "--extract") == 0) done = extract(dir);
     if (done == 0) return 0;
     if (done == -2) { perror("tar (belayer)"); return 2; }  /* half done: not for another to do again */
-    argv[0] = "tar";
-    execv(REAL, argv);
+    /* CRIU asks for neither, and a tmpfs would come back without attributes and with times cut to seconds. */
+    static char *exact[] = { "--format=posix", "--xattrs", "--xattrs-include=*", "--acls" };
+    char *args[128];
+    int n = 0, more = dir && gzip && argc < 100;
+    args[n++] = "tar";
+    for (int i = 1; i < argc; i++) {
+        args[n++] = argv[i];
+        for (size_t k = 0; more && i == 1 && k < sizeof exact / sizeof *exact; k++) args[n++] = exact[k];
+    }
+    args[n] = NULL;
+    if (argc < 100) execv(REAL, args);
     perror(REAL);
     return 2;
 }
