@@ -33,14 +33,15 @@ class GraphPool:
         self._blocks: dict[int, _Block] = {}
         self.parked = False
 
-    def allocate(self, nbytes: int) -> int:
-        """Address of at least ``nbytes``, zeroed."""
+    def allocate(self, nbytes: int, *, zero: bool = True) -> int:
+        """Address of at least ``nbytes``. ``zero`` waits for the device, which a graph capture forbids."""
         self._awake("allocate")
         grain = self._memory.granularity()
         whole = -(-nbytes // grain) * grain
         va = self._memory.reserve(whole)
         self._back(va, whole)
-        self._memory.zero(va, whole)
+        if zero:
+            self._memory.zero(va, whole)
         self._blocks[va] = _Block(whole)
         return va
 
