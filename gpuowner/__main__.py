@@ -25,7 +25,7 @@ from gpuowner.keeping import StoreLost
 from gpuowner.ledger import WeightsRow
 from gpuowner.models import Source
 from gpuowner.service import Service
-from gpuowner.store import HolderStore, SystemdStore, end_holder
+from gpuowner.store import Found, HolderStore, SystemdStore, end_holder
 from gpuowner.vault import Vault
 
 
@@ -49,10 +49,12 @@ def sources(config: Config) -> dict[str, Source]:
     return {model.name: Source(Path(model.path), model.dtype, model.update, huge) for model in config.model}
 
 
-def open_store(paths: Paths, kind: str, choice: str) -> HolderStore | SystemdStore:
-    """Raises HostUnfit: an owner that cannot know what its last life left must not begin over it."""
+def open_store(paths: Paths, kind: str, choice: str) -> tuple[HolderStore | SystemdStore, Found]:
+    """The store, and what it kept of the last life. Raises HostUnfit: an owner that cannot know that must not begin
+    over it."""
     try:
-        return SystemdStore() if choice == "systemd" else HolderStore(paths.owner_holder_sock(kind))
+        store = SystemdStore() if choice == "systemd" else HolderStore(paths.owner_holder_sock(kind))
+        return store, store.all()
     except (StoreLost, OSError) as why:
         raise HostUnfit(
             f"gpuowner@{kind}: {why}",
@@ -77,11 +79,11 @@ def _load_model(vault: Vault, name: str, source: Source, last: WeightsRow | None
 async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, paths: Paths) -> None:
     logger = log.setup(f"gpuowner-{kind}")
     maker = maker_for(config.gpuowner.memory, kind)
-    store = open_store(paths, kind, choice)
+    store, found = open_store(paths, kind, choice)
     slots = frozenset(slot.name for slot in config.slot)
     vault = Vault(next_generation(paths, kind), paths.owner_ledger(kind), store, logger.info, maker, slots)
     wanted = sources(config) if kind == "weights" else {}
-    vault.revive(store.all(), wanted)
+    vault.revive(found, wanted)
     for said in vault.adopted:
         logger.info("adopted", what=said)
     for said in vault.lost:

@@ -153,7 +153,8 @@ class Arenas:
         for entry in self.entries.values():
             after = core.arena_step(entry.arena, core.HolderDied(peer=peer))
             if after is not entry.arena:
-                self._become(entry, after)
+                entry.arena = after
+                self._keeping.note()
                 changed.append(entry)
         return changed
 
@@ -162,7 +163,8 @@ class Arenas:
         after = core.arena_step(entry.arena, core.HolderDied(peer=None))
         changed = after is not entry.arena
         if changed:
-            self._become(entry, after)
+            entry.arena = after
+            self._keeping.note()
         return changed
 
     def adopt(self, row: ArenaRow, fd: int) -> ArenaEntry:

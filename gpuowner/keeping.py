@@ -79,7 +79,15 @@ class Keeping:
                 self.lost(why.message)
 
     def save(self) -> None:
+        """Raises OSError: then nothing may be told that depends on it."""
         self.write()
+
+    def note(self) -> None:
+        """Write down a death that was seen. Where that fails, the next life sees the same death again by itself."""
+        try:
+            self.write()
+        except OSError as why:
+            self.log("ledger_not_written", why=str(why))
 
     def lost(self, reason: str) -> None:
         old, self.store, self.reason = self.store, None, reason

@@ -405,7 +405,7 @@ class Models:
     def _give_up(self, entry: ModelEntry, event: core.WeightsEvent) -> None:
         entry.weights = core.weights_step(entry.weights, event)
         staged, entry.next, entry.writer = entry.next, None, ""
-        self._keeping.save()
+        self._keeping.note()  # the next life gives the same update up by itself
         self._discard(staged)
 
     def _discard(self, version: Version | None) -> None:

@@ -136,7 +136,9 @@ class Service:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
+        except OSError as why:  # the newcomer has left, or there is no descriptor for it now: nobody else suffers
+            if not isinstance(why, BlockingIOError | ConnectionAbortedError):
+                self._log("not_accepted", why=str(why))
             return
         pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid not in (os.getuid(), 0) or len(self._peers) >= self._max_peers:
@@ -145,7 +147,7 @@ class Service:
             return
         try:
             pidfd = peer_pidfd(sock, pid)
-        except ProcessLookupError:
+        except OSError:  # it has ended already, or there is no descriptor to watch it by
             sock.close()
             return
         sock.setblocking(False)

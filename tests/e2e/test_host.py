@@ -288,7 +288,7 @@ def test_what_a_shadow_costs_is_measured_and_shown(host: LocalHost) -> None:
     assert code == 0, said
     weights = next(row for row in shown["memory"] if row["kind"] == "weights")
     arenas = {row["name"]: row for row in shown["memory"] if row["kind"] == "kv"}
-    assert weights["resident"] == weights["nbytes"]
+    assert 0 <= weights["resident"] - weights["nbytes"] < 4096, "all of it is there"
     assert len(weights["holders"]) == 4
     assert all(0 < row["resident"] <= row["nbytes"] for row in arenas.values())
     for cost in shown["shadow_costs"]:

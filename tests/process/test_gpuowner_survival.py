@@ -6,9 +6,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,45 @@ def test_a_killed_holder_is_replaced_and_given_everything_again(host: Owners) ->
     first = host.holder_pid("kv")
     kill_pid(first)
     eventually(lambda: host.status("kv").store not in ("", f"holder pid {first}"), what="another holder")
+    host.reborn("kv")
+    assert host.the_arena().holder_pid == main.pid
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: procs.state(pid) == "T", what="the holder is stopped")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_holder_that_hangs_holds_nobody_up_and_is_named(host: Owners) -> None:
+    """While it hangs the owner serves and says that it would not outlive a kill; its copies are not given up."""
+    host.up("kv")
+    pid = host.holder_pid("kv")
+    host.streamer()
+    with stopped(pid):
+        ArenaView(host.client("kv"), "slot1", SIZE).promote(0)
+        status = host.status("kv")
+        assert status.store == ""
+        assert "does not answer" in status.store_reason
+        host.kill("kv")
+        assert host.daemon("gpuowner", "--kind", "kv").wait(60) == 2, "another life must not begin over what it keeps"
+        assert "end the workers and the stuck holder" in (host.root / "gpuowner--kindkv.log").read_text()
+    after = host.up("kv")
+    assert "arena slot0 leased at epoch 0, holder main" in after.adopted
+    host.kill("kv")
+
+
+def test_a_holder_that_hung_is_given_everything_when_it_goes_on(host: Owners) -> None:
+    host.up("kv")
+    pid = host.holder_pid("kv")
+    with stopped(pid):
+        main = host.streamer()
+        assert host.status("kv").store == ""
+    eventually(lambda: host.status("kv").store == f"holder pid {pid}", within=30, what="copies with the holder again")
     host.reborn("kv")
     assert host.the_arena().holder_pid == main.pid
 
