@@ -154,7 +154,7 @@ def _inside(inside: Inside, bound: frozenset[str], *, networked: bool) -> Iterat
         yield Finding("mount", f"seen from inside: {mount.point} is {mount.kind} {mount.root} of {mount.source}")
     for mount in inside.mounts:
         usual = mount.point in _TMPFS or mount.root == "/null" or mount.point.startswith(("/proc/", "/sys/"))
-        if mount.kind == "tmpfs" and not usual:
+        if mount.kind == "tmpfs" and not usual and mount.point not in bound:  # /run of a host is a tmpfs
             yield Finding("tmpfs", f"seen from inside: {mount.point} is a tmpfs that a fresh container would not have")
 
 
