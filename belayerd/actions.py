@@ -273,7 +273,8 @@ class Actions:
             if arena.state != "quarantined":
                 await self.kv.quarantine(arena, reason)
 
-    async def restore(self, slot: str) -> None:
+    async def restore(self, slot: str, device: str) -> None:
+        await self._gate.renew(device)
         for arena in await self.kv.arenas(slot):
             if arena.state == "quarantined":
                 await self.kv.restore(arena)

@@ -7,7 +7,7 @@ every digest of the weights that it maps. A CPU has nothing of this kind, and th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -31,10 +31,18 @@ class Link(Protocol):
 
 
 class HealthGate:
-    """``devices``: by the name that [[slot]] gives them."""
+    """``names``: as [[slot]] gives them; ``open_device`` makes the baseline of one. Raises HostUnfit: no such
+    device."""
 
-    def __init__(self, devices: Mapping[str, Device]) -> None:
-        self._devices = devices
+    def __init__(self, names: Iterable[str], open_device: Callable[[str], Device]) -> None:
+        self._open = open_device
+        self._devices = {name: open_device(name) for name in sorted(set(names)) if name != CPU}
+
+    async def renew(self, device: str) -> None:
+        """An operator says that the device is well again (a reset, another card): everything is opened and counted
+        anew. Raises HostUnfit, the old state kept."""
+        if device != CPU:
+            self._devices[device] = await asyncio.to_thread(self._open, device)
 
     async def check(self, device: str, link: Link, within: float) -> str:
         """What was checked, in words. Raises GpuUnhealthy with every reason; WorkerGone when the candidate died."""
@@ -73,5 +81,5 @@ async def _probe(link: Link, within: float, *, full: bool) -> Answer:
 def open_gate(
     devices: Iterable[str], open_device: Callable[[str], Device] = lambda name: Device(load_nvml(), name)
 ) -> HealthGate:
-    """Baselines of every GPU among ``devices``. Raises HostUnfit: no NVML, no such device."""
-    return HealthGate({name: open_device(name) for name in sorted(set(devices)) if name != CPU})
+    """The gate of a host's slots. Raises HostUnfit: no NVML, no such device."""
+    return HealthGate(devices, open_device)

@@ -5,6 +5,7 @@ After one that gave no answer nothing more is asked: the others would hang as we
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from belayerd.health import Answer, Check, Sample, State, Verdict, judge
 
 _MOST_EVENTS = 64
 _DEADLINE_S = 1.0
+_INIT_S = 10.0
 
 
 def load_nvml() -> Any:
@@ -27,8 +29,8 @@ def load_nvml() -> Any:
             remedy="pip install 'belayer[gpu]'",
         ) from why
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as why:
+        bounded(pynvml.nvmlInit, _INIT_S, "nvmlInit")
+    except (pynvml.NVMLError, TimeoutError) as why:
         raise HostUnfit(
             f"NVML does not start: {why}",
             kept="nothing was started",
@@ -44,9 +46,10 @@ class Device:
     def __init__(self, nvml: Any, name: str, deadline_s: float = _DEADLINE_S) -> None:
         self._nvml, self._deadline_s = nvml, deadline_s
         self._hung = ""
+        self._unforgiven: list[int] = []  # Xids since the last healthy verdict
+        self._lock = threading.Lock()  # two slots may share a device
         try:
-            self._handle = bounded(lambda: self._find(name), 10 * deadline_s, f"NVML for {name}")
-            self.uuid = self._nvml.nvmlDeviceGetUUID(self._handle)
+            self._handle, self.uuid = bounded(lambda: self._find(name), 10 * deadline_s, f"NVML for {name}")
         except (nvml.NVMLError, TimeoutError, ValueError) as why:
             raise HostUnfit(
                 f"device {name!r}: {why}", kept="nothing was started", remedy="nvidia-smi -L lists index and UUID"
@@ -55,12 +58,16 @@ class Device:
         self.baseline = self.sample()
 
     def check(self, probe: Answer) -> Verdict:
-        """Judge the device now; a healthy sample becomes the next baseline. Blocking: use a thread."""
-        now = self.sample()
-        verdict = judge(self.baseline, now, probe)
-        if verdict.healthy:
-            self.baseline = now
-        return verdict
+        """Judge the device now; a healthy sample becomes the next baseline. Blocking: use a thread.
+
+        NVML tells an Xid once. One that made a device unhealthy stays in every later sample, or the next slot on the
+        same device would be told that all is well."""
+        with self._lock:
+            now = self.sample()
+            verdict = judge(self.baseline, now, probe)
+            if verdict.healthy:
+                self.baseline, self._unforgiven = now, []
+            return verdict
 
     def sample(self) -> Sample:
         return Sample(
@@ -88,11 +95,12 @@ class Device:
 
     # --- questions ---
 
-    def _find(self, name: str) -> Any:
+    def _find(self, name: str) -> tuple[Any, str]:
         _, _, which = name.partition(":")
-        if which.startswith("GPU-"):
-            return self._nvml.nvmlDeviceGetHandleByUUID(which)
-        return self._nvml.nvmlDeviceGetHandleByIndex(int(which or 0))
+        nvml = self._nvml
+        by_uuid = which.startswith("GPU-")
+        handle = nvml.nvmlDeviceGetHandleByUUID(which) if by_uuid else nvml.nvmlDeviceGetHandleByIndex(int(which or 0))
+        return handle, str(nvml.nvmlDeviceGetUUID(handle))
 
     def _watch(self) -> Any:
         """An event set for Xids; None where the device has no events."""
@@ -121,8 +129,7 @@ class Device:
         return (self._field(self._nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION),)
 
     def _xids(self) -> tuple[int, ...]:
-        nvml = self._nvml
-        found: list[int] = []
+        nvml, found = self._nvml, self._unforgiven
         if self._events is None:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
         while len(found) < _MOST_EVENTS:

@@ -199,7 +199,7 @@ class SlotShell:
             case p.QuarantineArena():
                 await self._try("quarantine", self._actions.quarantine(self.pair.slot, effect.reason))
             case p.RestoreArena():
-                await self._try("restore", self._actions.restore(self.pair.slot))
+                await self._try("restore", self._actions.restore(self.pair.slot, self.config.device))
             case _:
                 raise AssertionError(f"no shell for {effect}")
 

@@ -100,6 +100,16 @@ def test_a_contained_error_verifies_every_digest_before_anything_is_reused(gate:
         check(gate, "gpu:0", worker)
 
 
+def test_an_operators_word_opens_the_device_anew(gate: HealthGate, nvml: FakeNvml) -> None:
+    nvml.ecc += 1
+    for _ in range(2):
+        with pytest.raises(GpuUnhealthy, match="1 new uncorrected errors"):
+            check(gate, "gpu:0", Candidate())
+    asyncio.run(gate.renew("cpu"))
+    asyncio.run(gate.renew("gpu:0"))
+    assert check(gate, "gpu:0", Candidate())
+
+
 def test_a_host_without_the_device_starts_nothing(nvml: FakeNvml) -> None:
     with pytest.raises(HostUnfit, match=r"gpu:3.*nothing was started"):
         open_gate(["gpu:3"], lambda name: Device(nvml, name))

@@ -125,6 +125,15 @@ def test_errors_that_a_healthy_check_has_seen_are_not_counted_twice(nvml: FakeNv
     assert not device.check(PROBED).healthy, "an unhealthy sample never becomes the baseline"
 
 
+def test_an_xid_that_closed_the_gate_is_told_again_to_the_next_slot_of_the_device(nvml: FakeNvml) -> None:
+    device = Device(nvml, "gpu")
+    nvml.xids = [79]
+    assert not device.check(PROBED).healthy
+    assert nvml.xids == [], "NVML tells it once"
+    assert device.check(PROBED).reasons == ("xid: 79 (GPU has fallen off the bus)",)
+    assert Device(nvml, "gpu").check(PROBED).healthy, "opened anew, on an operator's word"
+
+
 def test_a_device_without_events_says_so(nvml: FakeNvml) -> None:
     nvml.breaks["nvmlDeviceGetSupportedEventTypes"] = _UNSUPPORTED
     assert Device(nvml, "gpu").baseline.xids.state is State.NOT_SUPPORTED
