@@ -14,19 +14,19 @@ from belayer.errors import BelayerError, WorkerGone
 from belayer.procs import boot_id, open_pidfd
 from envkeeper import freezer, marks
 from envkeeper.agentlink import AgentLink, AgentStatus
+from envkeeper.backend import Backend
 from envkeeper.core import State, after_restart
 from envkeeper.engine import Life
 from envkeeper.host import owner_of
 from envkeeper.keeper import Box, Keeper
 from envkeeper.records import SandboxRecord
-from envkeeper.restore import Restorer
 
 _ASK_S = 10.0  # a CRIU that outlived us may hold the tasks for a moment longer
 
 
-async def adopt(keeper: Keeper, restorer: Restorer) -> None:
+async def adopt(keeper: Keeper, backend: Backend) -> None:
     """Fill ``keeper.boxes``. Raises StateDamaged when a record cannot be read, HostUnfit without Docker."""
-    await keeper.thread(restorer.sweep)
+    await keeper.thread(backend.sweep)
     known: set[str] = set()
     for record in await keeper.thread(keeper.records.load_all):
         box = Box(record, keeper.store_of(record.sandbox_id))

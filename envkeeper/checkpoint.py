@@ -203,6 +203,7 @@ class Checkpointer:
             external=split.external,
             masked=split.masked,
             timeout_s=self._timeout_s,
+            container_id=life.container_id,
             watched=watches.paths(group.pids(), Path(f"/proc/{life.pid}/root")),
         )
         self._rests.check(subject.sandbox_id)

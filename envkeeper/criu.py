@@ -100,7 +100,7 @@ class Moment(Protocol):
 class DumpPlan:
     """``root``: the container's merged root on the host. ``external``: mount points that the new container brings
     itself (bind mounts, control groups). ``masked``: files that the runtime hides behind /dev/null.
-   
+
     ``watched``: paths under inotify (envkeeper.watches)."""
 
     pid: int
@@ -110,6 +110,7 @@ class DumpPlan:
     external: tuple[str, ...]
     masked: tuple[str, ...]
     timeout_s: float
+    container_id: str = ""
     watched: tuple[str, ...] = ()
 
 
@@ -213,7 +214,7 @@ class Criu:
         while True:
             data = _next(sock, plan, end)
             if not data:
-                if _kill_pending(plan.pid):
+                if kill_pending(plan.pid):
                     raise SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
                 raise DumpCut(f"CRIU ended in the middle of a dump{first_error(plan.images)}", kept=_KEPT)
             reply, script = _read(data)
@@ -232,7 +233,7 @@ class Criu:
 
 
 def _why_failed(plan: DumpPlan, said: str) -> BelayerError:
-    if _kill_pending(plan.pid):  # its complaint is then about a process that goes away under its hands
+    if kill_pending(plan.pid):  # its complaint is then about a process that goes away under its hands
         return SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
     why = first_error(plan.images) or ": " + (said or "no reason given")
     free = os.statvfs(plan.images)
@@ -263,7 +264,7 @@ def _next(sock: socket.socket, plan: DumpPlan, end: float) -> bytes:
         except ConnectionResetError:  # it died with a message of ours unread
             return b""
         except TimeoutError:
-            if _kill_pending(plan.pid):
+            if kill_pending(plan.pid):
                 raise SandboxLost(f"PID 1 (pid {plan.pid}) was killed while it was frozen") from None
             if monotonic() > end:
                 raise DumpHung(
@@ -273,7 +274,7 @@ def _next(sock: socket.socket, plan: DumpPlan, end: float) -> bytes:
                 ) from None
 
 
-def _kill_pending(pid: int) -> bool:
+def kill_pending(pid: int) -> bool:
     try:
         rows = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

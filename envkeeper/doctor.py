@@ -13,10 +13,12 @@ from belayer.clock import Stopwatch
 from belayer.config import Envkeeper
 from belayer.errors import BelayerError, HostUnfit
 from belayer.paths import Paths
-from envkeeper import freezer, host, restore, upper
+from envkeeper import freezer, host, upper
 from envkeeper.agentlink import Action, AgentLink, open_pidfd
-from envkeeper.checkpoint import Checkpointer, Subject
+from envkeeper.backend import containers
+from envkeeper.checkpoint import Subject
 from envkeeper.recipe import Recipe
+from envkeeper.restore import Order
 from envkeeper.store import Store
 
 _LOAD = b"""
@@ -45,6 +47,7 @@ def examine(config: Envkeeper, prefix: Path = host.PREFIX) -> list[str]:
 
 def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
     engine, name = found.engine, "doctor"
+    backend = containers(found, config, paths.checkpoints)
     recipe = Recipe(
         image_id=engine.pin(config.image)[0],
         agent=str(found.agent),
@@ -65,14 +68,13 @@ def _round_trip(config: Envkeeper, paths: Paths, found: host.Host) -> list[str]:
         started = watch.lap()
         link.run(Action(1, _LOAD, 10.0, 4096))
         store = Store(paths.checkpoints, name)
-        checkpointer = Checkpointer(found.criu, found.versions, config.checkpoint_timeout_s)
-        manifest, _, _ = checkpointer.run(Subject(name, "doctor.1", 1, "", life, recipe), link, store)
-        restore.fence(pidfd, freezer.of_process(life.pid))
+        subject = Subject(name, "doctor.1", 1, "", life, recipe)
+        manifest, _, _ = backend.publish(backend.capture(subject, link, store), store)
+        backend.fence(pidfd, freezer.of_process(life.pid))
     finally:
         os.close(pidfd)
-    restorer = restore.Restorer(engine, paths.checkpoints / ".restores", found.search)
     watch.lap()
-    back = restorer.run(restore.Order(manifest, store, name, "doctor.2"), config.restore_timeout_s, lambda _: None)
+    back = backend.restore(Order(manifest, store, name, "doctor.2"), config.restore_timeout_s, lambda _: None)
     took = watch.lap()
     try:
         seen = back.link.run(Action(2, _ASK, 10.0, 4096)).stdout

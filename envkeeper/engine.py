@@ -64,8 +64,11 @@ class Engine:
                 remedy=f'add "runtimes": {{"{self._runtime}": {{"path": "/opt/belayer/bin/belayer-runtime"}}}} to '
                 "/etc/docker/daemon.json and reload dockerd",
             )
+        parts = {part["Name"]: part["Version"] for part in version.get("Components", [])}
         return {
             "docker": version["Version"],
+            "containerd": parts.get("containerd", ""),
+            "runc": parts.get("runc", ""),
             "kernel": info.get("KernelVersion", ""),
             "storage": info["Driver"],
             "cgroup": str(info.get("CgroupVersion", "1")),
@@ -112,10 +115,10 @@ class Engine:
                 ipc_mode="private",
                 # With the network of others to write into, raw sockets are no longer its own affair.
                 cap_drop=["AUDIT_WRITE", "NET_RAW"] if holder else ["AUDIT_WRITE"],
+                sysctls=None if holder else _loopback(),
                 **self._sealed(),
             )
             made = client.create_container(
-                sysctls=None if holder else _loopback(),
                 recipe.image_id,
                 entrypoint=[AGENT_IN_SANDBOX],
                 command=[],

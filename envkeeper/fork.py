@@ -16,13 +16,14 @@ from functools import partial
 import msgspec
 
 from belayer.clock import Stopwatch, wall
-from belayer.errors import BelayerError, Refused, RestoreFailed, SandboxUnknown
+from belayer.errors import Refused, RestoreFailed, SandboxUnknown
 from belayer.messages.sandbox import Birth, ForkSandbox
 from envkeeper import restore
+from envkeeper.backend import Backend
 from envkeeper.core import Event, State
 from envkeeper.keeper import Box, Keeper
 from envkeeper.lineage import Lineage, check_note
-from envkeeper.prefix import Back
+from envkeeper.prefix import ROOM, Back
 from envkeeper.records import SandboxRecord
 from envkeeper.store import Manifest, Store
 
@@ -30,10 +31,10 @@ MAX_FORKS = 256
 
 
 class Forks:
-    """``restorer`` is that of the prefixes."""
+    """``backend`` is that of the prefixes."""
 
-    def __init__(self, keeper: Keeper, restorer: restore.Restorer) -> None:
-        self._keeper, self._restorer = keeper, restorer
+    def __init__(self, keeper: Keeper, backend: Backend) -> None:
+        self._keeper, self._backend = keeper, backend
         self._few = asyncio.Semaphore(2 * (os.cpu_count() or 1))  # more at once only lengthen each
 
     async def fork(self, ask: ForkSandbox) -> tuple[list[tuple[Box, Back]], float]:
@@ -53,10 +54,13 @@ class Forks:
         done = await asyncio.gather(
             *(self._one(box, source, manifest, births, note, hashes) for box in boxes), return_exceptions=True
         )
+        await asyncio.wait([hashes])
         failed = next((why for why in (*done, hashes.exception()) if isinstance(why, BaseException)), None)
         if failed is not None:
             for box in boxes:
                 await self._undo(box)
+            if isinstance(failed, OSError):
+                raise RestoreFailed(f"a fork of {wanted}: {failed}", kept="the checkpoint", remedy=ROOM) from failed
             raise failed
         return [(box, back) for box, back in zip(boxes, done, strict=True) if isinstance(back, Back)], watch.ms()
 
@@ -125,7 +129,7 @@ class Forks:
             told = await keeper.thread(keeper.lives.make, record.incarnation, notes)
             order = restore.Order(manifest, box.store, record.sandbox_id, record.incarnation, told, verified=True)
             back = await keeper.thread(
-                self._restorer.run, order, keeper.config.restore_timeout_s, partial(self._making, box)
+                self._backend.restore, order, keeper.config.restore_timeout_s, partial(self._making, box)
             )
         keeper.live(box, back.life, back.pidfd, back.link)
         await asyncio.shield(hashes)
@@ -144,12 +148,8 @@ class Forks:
             keeper.go(box, Event.CREATE_FAILED, "a fork of its group failed")
         elif box.record.state is not State.DESTROYED:
             keeper.go(box, Event.DESTROY)
-        try:
-            await keeper.fence(box)
-            await keeper.thread(keeper.clear, box)
-        except BelayerError as why:
-            keeper.log.error("a failed fork is still there", sandbox=box.record.sandbox_id, why=str(why))
-        keeper.boxes.pop(box.record.sandbox_id, None)
+        await keeper.fence(box)
+        await keeper.finish(box)
 
 
 def _up_to(births: tuple[Birth, ...], incarnation: str) -> tuple[Birth, ...]:

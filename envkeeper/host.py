@@ -11,7 +11,7 @@ from belayer.config import Envkeeper
 from belayer.errors import HostUnfit
 from belayer.paths import Paths
 from envkeeper import marks, seccomp
-from envkeeper.criu import Criu, search_path
+from envkeeper.criu import SETTINGS_SHA256, Criu, search_path
 from envkeeper.engine import Engine
 
 PREFIX = Path("/opt/belayer")  # where `make setup` puts the native parts
@@ -41,7 +41,15 @@ def inspect(config: Envkeeper, paths: Paths, prefix: Path = PREFIX) -> Host:
     criu = Criu(binary, search)
     version = ".".join(map(str, criu.version()))
     engine = Engine(config.docker, config.runtime, owner_of(paths), config.bridge)
-    versions = engine.check() | {"criu": version, "agent": agent.name, "seccomp": seccomp.digest()}
+    versions = engine.check() | {
+        "criu": version,
+        "agent": agent.name,
+        "agent_sha256": sha256_of(agent),
+        "runtime_sha256": sha256_of(prefix / "bin" / "belayer-runtime"),
+        "criu_settings_sha256": SETTINGS_SHA256,
+        "seccomp": seccomp.digest(),
+        "engine_path": config.engine_path,
+    }
     if not Path(versions["data_root"]).is_dir():
         raise HostUnfit(
             f"Docker keeps its containers in {versions['data_root']}, which is not on this host",
@@ -51,6 +59,13 @@ def inspect(config: Envkeeper, paths: Paths, prefix: Path = PREFIX) -> Host:
     cached = criu.cache_kernel_facts()
     marks.make_folder()
     return Host(engine, criu, search, agent, versions | {"kdat_cached": str(cached).lower()})
+
+
+def sha256_of(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError as why:
+        raise HostUnfit(f"no {path}", remedy="run `make setup`, or envkeeper/agent/build.sh") from why
 
 
 def owner_of(paths: Paths) -> str:

@@ -13,15 +13,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from belayer.clock import Stopwatch, wall
 from belayer.errors import BelayerError, CheckpointRefused, ClaimTaken, HostUnfit, RestoreFailed, SandboxLost
 from belayer.messages.sandbox import Birth, FullCheckpoint, FullRestore
-from envkeeper import upper
-from envkeeper.checkpoint import Checkpointer, Draft, Subject
+from envkeeper.backend import Backend, containers
+from envkeeper.checkpoint import Draft, Subject
 from envkeeper.claims import Claim
 from envkeeper.collect import Collector
 from envkeeper.core import Event, State
@@ -29,8 +28,10 @@ from envkeeper.failpoints import Point, reach
 from envkeeper.keeper import Box, Keeper, alive
 from envkeeper.lineage import Lineage, check_note
 from envkeeper.records import SandboxRecord
-from envkeeper.restore import Fresh, Order, Restored, Restorer
-from envkeeper.store import Manifest
+from envkeeper.restore import Fresh, Order, Restored
+from envkeeper.store import Manifest, Store
+
+ROOM = "free disk space below the checkpoint folder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +46,12 @@ class Back:
 
 
 class Prefixes:
-    """Checkpoints and restores of the keeper's boxes. ``restorer`` is swept by ``adopt`` at start."""
+    """Checkpoints and restores of the keeper's boxes. ``backend`` is swept by ``adopt`` at start."""
 
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
-        host, checkpoints, limit = keeper.host, keeper.paths.checkpoints, keeper.config.checkpoint_timeout_s
-        self.restorer = Restorer(host.engine, checkpoints / ".restores", host.search)
+        self.backend: Backend = containers(keeper.host, keeper.config, keeper.paths.checkpoints)
         self.collector = Collector(keeper)
-        reflink = upper.shares_blocks(Path(host.versions["data_root"]), checkpoints)
-        self._checkpointer = Checkpointer(host.criu, host.versions, limit, reflink=reflink)
 
     # ---- full_checkpoint ----
 
@@ -68,7 +66,7 @@ class Prefixes:
             # From here on actions run: what was captured is a private copy.
             try:
                 async with self.collector.room_for(box, draft.folder):
-                    manifest, digest, phases = await self._keeper.thread(self._checkpointer.publish, draft, box.store)
+                    manifest, digest, phases = await self._keeper.thread(self.backend.publish, draft, box.store)
             except CheckpointRefused:
                 await self._keeper.thread(box.store.discard, draft.folder)
                 raise
@@ -89,7 +87,7 @@ class Prefixes:
             record.sandbox_id, record.incarnation, record.boundary, ask.context_digest, life, record.recipe
         )
         try:
-            draft = await self._keeper.thread(self._checkpointer.capture, subject, link, box.store)
+            draft = await self._keeper.thread(self.backend.capture, subject, link, box.store)
         except BelayerError as why:
             self._keeper.go(box, Event.DIED if isinstance(why, SandboxLost) else Event.CAPTURE_FAILED, str(why))
             if box.record.state is State.LOST:
@@ -116,6 +114,7 @@ class Prefixes:
         kind = "restored" if record.state is State.LOST and not ask.checkpoint_id else "rewound"
         keeper.go(box, Event.RESTORE, trial.first)
         claim: Claim | None = None
+        back: Restored | None = None  # alive and proven, not yet served
         try:
             claim = await keeper.thread(
                 box.store.claim, record.incarnation, trial.first, f"envkeeper {os.getpid()} at {keeper.paths.state}"
@@ -128,44 +127,43 @@ class Prefixes:
             reach(Point.RESTORE_FENCED)
             lineage = Lineage(box.store.home)
             notes = (*lineage.notes(), note) if note else lineage.notes()
-            manifest, back = await keeper.thread(self._bring_back, box, trial, claim, notes)
-        except BelayerError as why:
+            manifest, served = await keeper.thread(self._bring_back, box, trial, claim, notes)
+            back = served
+            birth = _birth(record, manifest, kind, note)
+            await keeper.thread(lineage.add, birth)
+            await keeper.thread(self._move_ready, box, manifest)
+            reach(Point.RESTORE_POINTED)
+        except (BelayerError, OSError) as why:  # a full disk, above all
+            if back is not None:
+                os.close(back.pidfd)
+                await keeper.thread(keeper.host.engine.remove, box.record.making)
             keeper.go(box, Event.RESTORE_FAILED, str(why))
             keeper.save(box, durable=True, making="")
             if claim is not None:
                 box.store.claims.release(claim)
-            raise
-        back.phases_ms["fence"] = fenced
-        await self._serve(box, manifest, back, kind, note)
+            if isinstance(why, BelayerError):
+                raise
+            raise RestoreFailed(f"{record.sandbox_id}: {why}", kept="the checkpoints", remedy=ROOM) from why
+        served.phases_ms["fence"] = fenced
+        self._serve(box, manifest, served, birth)
         await keeper.thread(partial(box.store.claims.change, claim, spent=True))
         keeper.chore(keeper.host.engine.remove, record.container_id)
         keeper.chore(keeper.lives.remove, record.incarnation)
         total = watch.ms()
-        keeper.story.restored(box.record, back.phases_ms, trial.path, total)
-        return box, Back(manifest, back, trial.path, notes, total)
+        keeper.story.restored(box.record, served.phases_ms, trial.path, total)
+        return box, Back(manifest, served, trial.path, notes, total)
 
-    async def _serve(self, box: Box, manifest: Manifest | None, back: Restored, kind: str, note: str) -> None:
-        """A proven life into service: READY at what it is, then on record, then served."""
-        keeper, before = self._keeper, box.record
-        birth = Birth(
-            incarnation=next_incarnation(before),
-            sandbox_id=before.sandbox_id,
-            kind=kind if manifest else "base",
-            at=round(wall(), 3),
-            parent=manifest.incarnation if manifest else "",
-            checkpoint_id=manifest.checkpoint_id if manifest else "",
-            boundary=manifest.boundary if manifest else 0,
-            left_boundary=before.boundary,
-            note=note,
-        )
-        await keeper.thread(Lineage(box.store.home).add, birth)
+    def _move_ready(self, box: Box, manifest: Manifest | None) -> None:
+        """In a thread."""
         if manifest is None:
-            await keeper.thread(box.store.point_at_nothing)
-            box.ready, box.ready_digest = None, ""
+            box.store.point_at_nothing()
         else:
-            box.ready_digest = await keeper.thread(box.store.point, manifest.checkpoint_id)
-            box.ready = manifest
-        reach(Point.RESTORE_POINTED)
+            box.ready_digest = box.store.point(manifest.checkpoint_id)
+        box.ready = manifest
+
+    def _serve(self, box: Box, manifest: Manifest | None, back: Restored, birth: Birth) -> None:
+        """On record, then served; READY is at this life's beginning already."""
+        keeper, before = self._keeper, box.record
         box.record = msgspec.structs.replace(
             before,
             incarnation=birth.incarnation,
@@ -227,23 +225,30 @@ class Prefixes:
     def _bring_back(
         self, box: Box, trial: _Trial, claim: Claim, notes: tuple[str, ...]
     ) -> tuple[Manifest | None, Restored]:
-        """In a thread. Candidates in order, then the image; each failure is named in ``trial.path``."""
+        """In a thread. Candidates in order, then the image; each failure is named in ``trial.path``. One that is whole
+        on disk is tried twice: what failed was something around it (a killed shim, a container that died), and an older
+        one would cost the work between the two."""
         record, limit, made = box.record, self._keeper.config.restore_timeout_s, partial(self._making, box)
         incarnation = next_incarnation(record)
-        for number, manifest in enumerate(trial.manifests):
-            try:
-                if claim.checkpoint_id != manifest.checkpoint_id:
-                    claim = box.store.claims.change(claim, checkpoint_id=manifest.checkpoint_id)
-                told = self._keeper.lives.make(incarnation, notes)
-                order = Order(manifest, box.store, record.sandbox_id, incarnation, told, trial.verified and number == 0)
-                back = self.restorer.run(order, limit, made)
-            except (HostUnfit, ClaimTaken):
-                raise  # no other checkpoint would do better
-            except BelayerError as why:
-                trial.failed(manifest.checkpoint_id, why)
-                continue
-            trial.path += (f"{manifest.checkpoint_id}: restored",)
-            return manifest, back
+        verified = trial.verified  # of the first
+        for manifest in trial.manifests:
+            for last in (False, True):
+                try:
+                    if claim.checkpoint_id != manifest.checkpoint_id:
+                        claim = box.store.claims.change(claim, checkpoint_id=manifest.checkpoint_id)
+                    told = self._keeper.lives.make(incarnation, notes)
+                    order = Order(manifest, box.store, record.sandbox_id, incarnation, told, verified)
+                    back = self.backend.restore(order, limit, made)
+                except (HostUnfit, ClaimTaken):
+                    raise  # no other checkpoint would do better
+                except BelayerError as why:
+                    trial.failed(manifest.checkpoint_id, why)
+                else:
+                    trial.path += (f"{manifest.checkpoint_id}: restored",)
+                    return manifest, back
+                verified = not last and trial.is_whole(box.store, manifest)
+                if not verified:
+                    break
         if not trial.allow_base:
             raise RestoreFailed(
                 f"{record.sandbox_id}: {'; '.join(trial.path)}",
@@ -251,7 +256,7 @@ class Prefixes:
                 remedy="name another checkpoint, or allow its image (allow_base)",
             )
         told = self._keeper.lives.make(incarnation, notes)
-        back = self.restorer.fresh(Fresh(record.recipe, record.sandbox_id, incarnation, told), limit, made)
+        back = self.backend.fresh(Fresh(record.recipe, record.sandbox_id, incarnation, told), limit, made)
         trial.path += ("the image: begun again at boundary 0",)
         return None, back
 
@@ -259,6 +264,20 @@ class Prefixes:
         """Called in the restorer's thread; nothing else changes the record of a sandbox in RESTORING."""
         box.record = msgspec.structs.replace(box.record, making=container_id)
         self._keeper.records.save(box.record, durable=False)
+
+
+def _birth(record: SandboxRecord, manifest: Manifest | None, kind: str, note: str) -> Birth:
+    return Birth(
+        incarnation=next_incarnation(record),
+        sandbox_id=record.sandbox_id,
+        kind=kind if manifest else "base",
+        at=round(wall(), 3),
+        parent=manifest.incarnation if manifest else "",
+        checkpoint_id=manifest.checkpoint_id if manifest else "",
+        boundary=manifest.boundary if manifest else 0,
+        left_boundary=record.boundary,
+        note=note,
+    )
 
 
 def next_incarnation(record: SandboxRecord) -> str:
@@ -278,5 +297,14 @@ class _Trial:
     def first(self) -> str:
         return self.manifests[0].checkpoint_id if self.manifests else ""
 
+    def is_whole(self, store: Store, manifest: Manifest) -> bool:
+        try:
+            store.verify(manifest)
+        except RestoreFailed as why:
+            self.failed(manifest.checkpoint_id, why)
+            return False
+        return True
+
     def failed(self, checkpoint_id: str, why: BelayerError) -> None:
-        self.path += (f"{checkpoint_id}: {why.message}",)
+        line = f"{checkpoint_id}: {why.message}"
+        self.path += () if line in self.path else (line,)

@@ -2,19 +2,16 @@
 
 Order, and why: the old life is killed and *seen dead* before anything new is made (never two lives of one sandbox) ->
 a fresh container from the pinned image and our own recorded recipe, never from the archive -> its upper layer is
-emptied and filled, with nothing mounted over it -> a claim file for the OCI runtime, keyed by the container's id ->
-start, which restores the processes -> hashes of everything that was used are compared (they run beside the steps
-above; nothing is served before they are in) -> the nonce in PID 1's memory is asked back. Only then is it served;
-anything else destroys the new container and says why.
+emptied and filled, with nothing mounted over it -> start, which restores the processes (envkeeper.revive) -> hashes of
+everything that was used are compared (they run beside the steps above; nothing is served before they are in) -> the
+nonce in PID 1's memory is asked back. Only then is it served; anything else destroys the new container and says why.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import shutil
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,15 +21,13 @@ from pathlib import Path
 from belayer.clock import Stopwatch, monotonic
 from belayer.errors import BelayerError, RestoreFailed
 from belayer.procs import is_dead, wait_dead
-from belayer.statefile import write_bytes
-from envkeeper import marks, upper
+from envkeeper import upper
 from envkeeper.agentlink import AgentLink, open_pidfd
-from envkeeper.checkpoint import CRIU_FOLDER
-from envkeeper.criu import RESTORE_CONFIG, first_error
 from envkeeper.engine import Engine, Life
 from envkeeper.failpoints import Point, reach
 from envkeeper.freezer import Freezer, of_process
 from envkeeper.recipe import Recipe
+from envkeeper.revive import Reviver
 from envkeeper.store import Manifest, Store
 
 
@@ -91,27 +86,21 @@ class Fresh:
 
 
 class Restorer:
-    """Brings checkpoints back on one host. ``work``: a folder on the store's file system (images are hard-linked from
-    it) for image links and logs."""
+    """Brings checkpoints back on one host."""
 
-    def __init__(self, engine: Engine, work: Path, search: str) -> None:
-        self._engine, self._work, self._search = engine, work, search
-        work.mkdir(mode=0o700, parents=True, exist_ok=True)
-        marks.make_folder()
-        self._config = work / "criu.conf"
-        write_bytes(self._config, RESTORE_CONFIG.encode(), durable=False)
+    def __init__(self, engine: Engine, reviver: Reviver) -> None:
+        self._engine, self._reviver = engine, reviver
 
     def sweep(self) -> None:
         """Forget the half-made restores of a former life of the daemon."""
-        for folder in self._work.iterdir():
-            if folder.is_dir():
-                self._forget(folder.name)
+        self._reviver.sweep()
 
     def run(self, order: Order, timeout_s: float, made: Callable[[str], None]) -> Restored:
         """Blocking; the claim is held and the old life is dead. ``made`` is told the container's id at once, so that
         it is on record before it can run. On failure the new container is gone when this raises."""
         watch, phases = Stopwatch(), dict[str, float]()
         manifest, store = order.manifest, order.store
+        self._same_path(manifest)
         with ThreadPoolExecutor(max_workers=1) as pool:
             hashes = None if order.verified else pool.submit(store.verify, manifest)
             container_id = self._engine.create(manifest.recipe, order.sandbox_id, order.incarnation, order.told)
@@ -124,7 +113,7 @@ class Restorer:
                     self._install(manifest, plain, container_id)
                     phases["install"] = watch.lap()
                     reach(Point.RESTORE_INSTALLED)
-                    self._start(manifest, plain, container_id)
+                    self._reviver.revive(manifest, plain, container_id)
                 phases["start"] = watch.lap()
                 reach(Point.RESTORE_STARTED)
                 if hashes is not None:
@@ -136,11 +125,11 @@ class Restorer:
                 reach(Point.RESTORE_PROVED)
             except (BelayerError, OSError) as why:
                 self._engine.remove(container_id)
-                self._forget(container_id)
+                self._reviver.forget(container_id)
                 if isinstance(why, BelayerError):
                     raise
                 raise RestoreFailed(f"checkpoint {manifest.checkpoint_id}: {why}", kept="the checkpoint") from why
-        self._forget(container_id)
+        self._reviver.forget(container_id)
         return Restored(restored[0], restored[1], restored[2], phases, restored[3])
 
     def fresh(self, order: Fresh, timeout_s: float, made: Callable[[str], None]) -> Restored:
@@ -166,6 +155,18 @@ class Restorer:
             raise
         return Restored(life, pidfd, link, phases, f"a fresh container of image {order.recipe.image_id[:19]}")
 
+    def _same_path(self, manifest: Manifest) -> None:
+        """Images of one engine path are none of another: taken by the wrong one they would come back in the network of
+        the host, or not at all."""
+        theirs = manifest.versions.get("engine_path", "fast")
+        if theirs != self._reviver.path:
+            raise RestoreFailed(
+                f"checkpoint {manifest.checkpoint_id} was dumped by the engine path {theirs}; "
+                f"this envkeeper restores those of {self._reviver.path}",
+                kept="the checkpoint",
+                remedy=f'set envkeeper.engine_path = "{theirs}" to restore it',
+            )
+
     def _install(self, manifest: Manifest, plain: Path, container_id: str) -> None:
         layer, merged = self._engine.upper_of(container_id)
         if os.path.ismount(merged):
@@ -173,34 +174,6 @@ class Restorer:
         count = upper.unpack(plain, layer)
         if count != manifest.upper_entries:
             raise RestoreFailed(f"{count} entries of the upper layer, {manifest.upper_entries} were captured")
-
-    def _start(self, manifest: Manifest, plain: Path, container_id: str) -> None:
-        """The store's images lack descriptors.json, so that Docker's own restore cannot take them (it would put the
-        sandbox into the host's network); runc needs it, so it lies beside links to them for this one start."""
-        folder = self._work / container_id
-        images, logs = folder / "images", folder / "work"
-        for path in (folder, logs):
-            path.mkdir(mode=0o700)
-        if manifest.key_id:  # decrypted for this restore only, on another file system
-            images = plain / CRIU_FOLDER
-        else:
-            images.mkdir(mode=0o700)
-            for image in (plain / CRIU_FOLDER).iterdir():
-                os.link(image, images / image.name)
-        (images / "descriptors.json").write_text(json.dumps(list(manifest.stdio)))
-        marks.arm(
-            container_id, f"images={images}\nwork={logs}\nconfig={self._config}\npath={self._search}\nnetwork=none\n"
-        )
-        reach(Point.RESTORE_ARMED)
-        try:
-            self._engine.start(container_id)
-        except RestoreFailed as why:
-            raise RestoreFailed(f"{why.message}{first_error(logs, 'restore.log')}", kept="the checkpoint") from why
-        if not marks.taken(container_id):
-            raise RestoreFailed(
-                "the container started without the OCI runtime `belayer` taking its claim: that is a cold start",
-                remedy="check `docker info` for the runtime and its path",
-            )
 
     def _prove(self, manifest: Manifest, container_id: str, timeout_s: float) -> tuple[Life, int, AgentLink, str]:
         life = self._engine.life(container_id)
@@ -226,10 +199,6 @@ class Restorer:
             raise
         said = f"nonce and boundary {manifest.boundary} from PID 1's memory; {tree}; sha256 of every file"
         return life, pidfd, link, said
-
-    def _forget(self, container_id: str) -> None:
-        marks.disarm(container_id)
-        shutil.rmtree(self._work / container_id, ignore_errors=True)
 
 
 def _tree(pid: int) -> str:

@@ -34,7 +34,7 @@ _COLLECT_EVERY_S = 30.0
 class Service:
     def __init__(self, keeper: Keeper, acting: Acting, prefixes: Prefixes) -> None:
         self._keeper, self._acting, self._prefixes, self._instance = keeper, acting, prefixes, new_instance()
-        self._forks = Forks(keeper, prefixes.restorer)
+        self._forks = Forks(keeper, prefixes.backend)
 
     async def handle(self, ask: Any) -> msgspec.Struct:
         keeper = self._keeper
@@ -151,7 +151,7 @@ async def run(config: Config, paths: Paths, stop: asyncio.Event, prefix: Path = 
     only = OnlyOne(paths.run, NAME)
     keeper = Keeper(config.envkeeper, paths, found, logger)
     prefixes = Prefixes(keeper)
-    await adopt(keeper, prefixes.restorer)
+    await adopt(keeper, prefixes.backend)
     server = Server(paths.envkeeper_sock, m.Request, Service(keeper, Acting(keeper), prefixes).handle)
     await keeper.fill_pool()
     logger.info("ready", sandboxes=len(keeper.boxes), **found.versions)

@@ -27,6 +27,7 @@
 #include <unistd.h>
 
 #define CLAIMS "/run/belayer-runtime/claims"
+#define API "/run/belayer-runtime/docker-api"
 
 static const char *log_path;
 
@@ -103,7 +104,6 @@ static char *annotate(const char *bundle, const char *config, int alone) {
     return text;
 }
 
-static void own_network(const char *spec) {
 /* Settings of the namespace that the container's specification names: runc writes them only for what it starts, not for
    what it restores, and a ping socket or an IPv6 address that was there would not be any more. */
 static void settings(const char *spec) {
@@ -126,6 +126,7 @@ static void settings(const char *spec) {
     }
 }
 
+static void own_network(const char *spec) {
     const char *ns = strstr(spec, "\"type\":\"network\"");
     if (!ns) return;                                    /* the host's namespace: nothing to join */
     const char *end = strchr(ns, '}'), *path = strstr(ns, "\"path\":\"");
@@ -147,8 +148,8 @@ static void settings(const char *spec) {
     lo.ifr_flags |= IFF_UP | IFF_RUNNING;
     if (ioctl(s, SIOCSIFFLAGS, &lo)) fail("cannot bring up", "lo");
     close(s);
-}
     settings(spec);
+}
 
 static void restore(int argc, char **argv, int verb, char *claim) {
     char *args[96];
@@ -172,7 +173,6 @@ static void restore(int argc, char **argv, int verb, char *claim) {
     fail("cannot run", "runc");
 }
 
-/* Without the folder there is no envkeeper on this host, and the container is nobody's sandbox. */
 /* The fallback through Docker's own checkpoint API (envkeeper/docker_api.py): the CRIU that runc starts gets our settings
    in the same way, from a file that envkeeper leaves while it is configured so. */
 static void settings_of_api(int argc, char **argv, int verb) {
@@ -183,6 +183,7 @@ static void settings_of_api(int argc, char **argv, int verb) {
         if (strcmp(argv[i], "--bundle") == 0) annotate(argv[i + 1], value(kept, "config"), 0);
 }
 
+/* Without the folder there is no envkeeper on this host, and the container is nobody's sandbox. */
 static void only_once(const char *claim) {
     char once[520];
     snprintf(once, sizeof once, "%s.once", claim);
@@ -193,23 +194,26 @@ static void only_once(const char *claim) {
 }
 
 int main(int argc, char **argv) {
+    static const char *verbs[] = { "create", "start", "checkpoint", "restore" };
     char claim[512], used[520], started[520];
     int verb = 0;
     for (int i = 1; i + 1 < argc; i++)
         if (strcmp(argv[i], "--log") == 0) log_path = argv[i + 1];
     for (int i = 1; i < argc && !verb; i++)
-        if (strcmp(argv[i], "create") == 0 || strcmp(argv[i], "start") == 0) verb = i;
+        for (size_t k = 0; k < sizeof verbs / sizeof *verbs && !verb; k++)
+            if (strcmp(argv[i], verbs[k]) == 0) verb = i;
     if (verb && argc > verb + 1 && strlen(argv[argc - 1]) <= 128 && !strchr(argv[argc - 1], '/')) {
         snprintf(claim, sizeof claim, CLAIMS "/%s", argv[argc - 1]);
         snprintf(used, sizeof used, "%s.used", claim);
         snprintf(started, sizeof started, "%s.started", claim);
-        if (strcmp(argv[verb], "create") == 0) only_once(claim);
+        int begins = strcmp(argv[verb], "create") == 0 || strcmp(argv[verb], "restore") == 0;
+        if (begins) only_once(claim);
         if (strcmp(argv[verb], "create") == 0 && rename(claim, used) == 0) restore(argc, argv, verb, slurp(used, NULL));
+        if (begins || strcmp(argv[verb], "checkpoint") == 0) settings_of_api(argc, argv, verb);
         /* What was restored runs already; runc would refuse to start it. */
         if (strcmp(argv[verb], "start") == 0 && rename(used, started) == 0) return 0;
     }
     argv[0] = "runc";
-        if (begins || strcmp(argv[verb], "checkpoint") == 0) settings_of_api(argc, argv, verb);
     execvp("runc", argv);
     fail("cannot run", "runc");
 }

@@ -1,0 +1,259 @@
+"""The fallback: Docker's own checkpoint API, as the paper has it, for hosts where our way of dumping does not work.
+
+Slower by an order of magnitude (the engine copies the images twice, all of it frozen), needs an experimental dockerd
+older than 28 (which cannot bring back a container with its own network namespace), and leaks copies into dockerd's
+TMPDIR (swept here). What it promises is the same: one frozen instant of processes and upper layer, the same preflight,
+watchdog and proof. Chosen by ``envkeeper.engine_path``, never by itself; its images carry a network namespace and ours
+do not, so neither is restored by the other.
+
+Docker pauses the container if it is not paused, and then thaws it after the dump, before the upper layer is copied: so
+it is paused by us first. Our OCI runtime hands its CRIU the same settings as ours has (``SETTINGS`` names the file).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import struct
+import threading
+from pathlib import Path
+from typing import Any
+
+import docker
+import docker.errors
+import requests
+
+from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, HostUnfit, RestoreFailed, SandboxLost
+from belayer.statefile import write_bytes
+from envkeeper import marks
+from envkeeper.checkpoint import CRIU_FOLDER
+from envkeeper.criu import DumpCut, DumpHung, DumpPlan, Moment, first_error, kill_pending
+from envkeeper.failpoints import Point, reach
+from envkeeper.store import Manifest
+
+SETTINGS = marks.CLAIMS.parent / "docker-api"  # read by the OCI runtime for `create`, `checkpoint` and `restore`
+CRIU_SETTINGS = "tcp-established\nfile-locks\nlink-remap\nghost-limit 1073741824\n"
+
+_KEPT = "the sandbox runs on and the previous checkpoint stays READY"
+_NEEDED = ("inventory.img", "pstree.img")  # an engine has answered "created" over an empty folder
+_TOO_NEW = 28
+_SHORT_S = 20.0
+
+
+class DockerApi:
+    """Docker's checkpoint calls, which its client library lacks. ``data_root``: Docker's, on this host."""
+
+    def __init__(self, url: str, data_root: Path) -> None:
+        self._url, self._data_root = url, data_root
+        self._local = threading.local()
+
+    def check(self, versions: dict[str, str], search: str) -> None:
+        """Raises HostUnfit. Leaves the settings of CRIU where the OCI runtime finds them."""
+        if not self._client(_SHORT_S).info().get("ExperimentalBuild"):
+            raise HostUnfit(
+                'envkeeper.engine_path = "docker_api" needs an experimental dockerd',
+                remedy='set "experimental": true in /etc/docker/daemon.json and start dockerd again, or take "fast"',
+            )
+        if int(versions["docker"].split(".")[0]) >= _TOO_NEW:
+            raise HostUnfit(
+                f"Docker {versions['docker']} cannot restore a container with its own network namespace",
+                remedy='set envkeeper.engine_path = "fast", which can',
+            )
+        config = SETTINGS.with_name("docker-api.conf")
+        marks.make_folder()
+        write_bytes(config, CRIU_SETTINGS.encode(), durable=False)
+        write_bytes(SETTINGS, f"config={config}\npath={search}\n".encode(), durable=False)
+
+    def folder(self, container_id: str) -> Path:
+        return self._data_root / "containers" / container_id / "checkpoints"
+
+    def pause(self, container_id: str) -> None:
+        self._call("pause", container_id)
+
+    def unpause(self, container_id: str) -> None:
+        self._call("unpause", container_id)
+
+    def create(self, container_id: str, name: str, timeout_s: float) -> None:
+        """Dump and leave running. Raises APIError with the engine's words, ReadTimeout."""
+        client = self._client(timeout_s)
+        url = client._url("/containers/{0}/checkpoints", container_id)
+        client._raise_for_status(client._post_json(url, data={"CheckpointID": name, "Exit": False}))
+
+    def delete(self, container_id: str, name: str) -> None:
+        client = self._client(_SHORT_S)
+        client._raise_for_status(client._delete(client._url("/containers/{0}/checkpoints/{1}", container_id, name)))
+
+    def start(self, container_id: str, name: str, timeout_s: float) -> None:
+        client = self._client(timeout_s)
+        url = client._url("/containers/{0}/start", container_id)
+        client._raise_for_status(client._post(url, params={"checkpoint": name}))
+
+    def leaks(self) -> Path:
+        """Where dockerd leaves the copies that it makes of images: its TMPDIR."""
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(self._url.removeprefix("unix://"))
+            pid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return Path(next((os.fsdecode(row[7:]) for row in rows if row.startswith(b"TMPDIR=")), "/tmp"))
+
+    def _call(self, verb: str, container_id: str) -> None:
+        client = self._client(_SHORT_S)
+        client._raise_for_status(client._post(client._url("/containers/{0}/" + verb, container_id)))
+
+    def _client(self, timeout_s: float) -> Any:
+        client = getattr(self._local, "client", None)
+        if client is None:
+            client = self._local.client = docker.APIClient(base_url=self._url, version="auto")
+        client.timeout = timeout_s
+        return client
+
+
+class ApiDumper:
+    """A Dumper that lets Docker dump."""
+
+    def __init__(self, api: DockerApi) -> None:
+        self._api = api
+
+    def dump(self, plan: DumpPlan, moment: Moment) -> None:
+        """As Criu.dump; the images are in ``plan.images`` when it returns."""
+        name = plan.images.parent.name
+        moment.start()
+        self._say(self._api.pause, plan)
+        try:
+            moment.begin()
+            self._create(plan, name, moment)
+            self._collect(plan, name)
+            moment.end()
+        finally:
+            self._unpause(plan, moment)
+        self._api.delete(plan.container_id, name)
+
+    def _collect(self, plan: DumpPlan, name: str) -> None:
+        """Still frozen: what has to be copied beside the images is read from them. Docker's folders may be another
+        mount: no link and no rename."""
+        made = self._api.folder(plan.container_id) / name
+        missing = [part for part in _NEEDED if not (made / part).exists()]
+        if missing:
+            raise CheckpointIncomplete(f"Docker says that it made a checkpoint, without {missing[0]}", kept=_KEPT)
+        for image in made.iterdir():
+            shutil.copyfile(image, plan.images / image.name)
+
+    def _create(self, plan: DumpPlan, name: str, moment: Moment) -> None:
+        try:
+            self._api.create(plan.container_id, name, plan.timeout_s)
+        except requests.exceptions.ReadTimeout as why:
+            moment.hold()
+            ended = end_dump(plan.container_id)
+            moment.cut()
+            moment.thaw()
+            raise DumpHung(
+                f"Docker's checkpoint was not over after {plan.timeout_s:g} s; its CRIU (pids {ended}) was killed",
+                kept=_KEPT,
+                remedy="checkpoint again later; raise envkeeper.checkpoint_timeout_s if the host is only slow",
+            ) from why
+        except docker.errors.APIError as why:
+            raise self._why(plan, str(why.explanation or why), moment) from why
+        except requests.exceptions.RequestException as why:
+            moment.cut()
+            raise DumpCut(f"Docker did not answer for its checkpoint any more: {why}", kept=_KEPT) from why
+
+    @staticmethod
+    def _why(plan: DumpPlan, said: str, moment: Moment) -> BelayerError:
+        if kill_pending(plan.pid):
+            return SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
+        log = re.search(r"log file: (\S+)", said)
+        why = said.splitlines()[0][:300] + (first_error(Path(log[1]).parent, Path(log[1]).name) if log else "")
+        if "no space left" in said.lower():
+            return CheckpointIncomplete(f"no space left for the dump: {why}", kept=_KEPT, remedy="free disk space")
+        if "EOF" in said or "signal: killed" in said or "swrk" in said:
+            moment.cut()
+            return DumpCut(f"Docker's CRIU ended in the middle of a dump: {why}", kept=_KEPT)
+        return CheckpointRefused(f"Docker cannot dump this sandbox: {why}", kept=_KEPT)
+
+    def _unpause(self, plan: DumpPlan, moment: Moment) -> None:
+        """Docker's mark has to go as well. A CRIU that died leaves the group running under it, and Docker then refuses
+        to unpause what is not paused: so it is frozen for that moment."""
+        try:
+            self._api.unpause(plan.container_id)
+        except docker.errors.APIError:
+            if kill_pending(plan.pid):
+                return  # nothing to unpause: Docker notices by itself
+            moment.hold()
+            self._say(self._api.unpause, plan)
+        finally:
+            moment.thaw()
+
+    @staticmethod
+    def _say(call: Any, plan: DumpPlan) -> None:
+        try:
+            call(plan.container_id)
+        except (docker.errors.DockerException, requests.exceptions.RequestException) as why:
+            if kill_pending(plan.pid):
+                raise SandboxLost(f"PID 1 (pid {plan.pid}) is dead") from why
+            raise CheckpointIncomplete(f"Docker did not {call.__name__}: {why}", kept=_KEPT) from why
+
+
+class ApiReviver:
+    """A Reviver that lets Docker start from a checkpoint folder of its own."""
+
+    path = "docker_api"
+
+    def __init__(self, api: DockerApi, timeout_s: float = 600.0) -> None:
+        self._api, self._timeout_s = api, timeout_s
+
+    def revive(self, manifest: Manifest, plain: Path, container_id: str) -> None:
+        """A file of ours among the images: two starts from equal bytes delete each other's copy in containerd."""
+        name, nonce = manifest.checkpoint_id, f"nonce-{secrets.token_hex(8)}"
+        staged = self._api.folder(container_id) / name
+        staged.mkdir(parents=True, mode=0o700)
+        for image in (plain / CRIU_FOLDER).iterdir():
+            shutil.copyfile(image, staged / image.name)
+        if not (staged / "descriptors.json").exists():
+            (staged / "descriptors.json").write_text(json.dumps(list(manifest.stdio)))
+        (staged / nonce).touch()
+        reach(Point.RESTORE_ARMED)
+        try:
+            self._api.start(container_id, name, self._timeout_s)
+        except (docker.errors.DockerException, requests.exceptions.RequestException) as why:
+            said = str(getattr(why, "explanation", "") or why)
+            raise RestoreFailed(
+                f"Docker could not start {container_id[:12]} from it: {said}", kept="the checkpoint"
+            ) from why
+        finally:
+            self._sweep_leaks(nonce)
+
+    def forget(self, container_id: str) -> None:
+        shutil.rmtree(self._api.folder(container_id), ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Half-made containers are removed with all that Docker has of them."""
+
+    def _sweep_leaks(self, nonce: str) -> None:
+        for leak in self._api.leaks().glob("ctrd-checkpoint*"):
+            if (leak / nonce).exists():  # ours for certain
+                shutil.rmtree(leak, ignore_errors=True)
+
+
+def end_dump(container_id: str) -> list[int]:
+    """SIGKILL to the runc that dumps ``container_id`` and to what it started; their pids."""
+    found: dict[int, int] = {}
+    roots = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if b"checkpoint" in words and container_id.encode() in words and words[0].endswith(b"runc"):
+                roots.append(int(folder.name))
+    tree = [pid for pid in found if pid in roots or found[pid] in roots]
+    for pid in sorted(tree, key=lambda pid: pid in roots):  # CRIU first: an orphan would dump on
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return tree

@@ -1,0 +1,91 @@
+"""Start a created container as the continuation of a checkpoint, by our OCI runtime.
+
+The runtime finds a claim of ours for the container's id and lets runc restore from a folder of links to the images. No
+experimental mode of Docker, no copies through containerd, and it works where Docker's own restore does not (28).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from belayer.errors import RestoreFailed
+from belayer.statefile import write_bytes
+from envkeeper import marks
+from envkeeper.checkpoint import CRIU_FOLDER
+from envkeeper.criu import RESTORE_CONFIG, first_error
+from envkeeper.engine import Engine
+from envkeeper.failpoints import Point, reach
+from envkeeper.store import Manifest
+
+
+class Reviver(Protocol):
+    """The part of a restore that depends on how the images were made."""
+
+    @property
+    def path(self) -> str:
+        """Name of the engine path whose images it takes."""
+
+    def revive(self, manifest: Manifest, plain: Path, container_id: str) -> None:
+        """Start the container from the images below ``plain``. Blocking. Raises RestoreFailed; the caller removes the
+        container then, and proves what runs otherwise."""
+
+    def forget(self, container_id: str) -> None:
+        """Remove what ``revive`` made beside the container."""
+
+    def sweep(self) -> None:
+        """Forget what a former life of the daemon left half made."""
+
+
+class RuntimeReviver:
+    """``work``: a folder on the store's file system (images are hard-linked from it) for image links and logs.
+    ``search``: PATH for runc and CRIU."""
+
+    path = "fast"
+
+    def __init__(self, engine: Engine, work: Path, search: str) -> None:
+        self._engine, self._work, self._search = engine, work, search
+        work.mkdir(mode=0o700, parents=True, exist_ok=True)
+        marks.make_folder()
+        self._config = work / "criu.conf"
+        write_bytes(self._config, RESTORE_CONFIG.encode(), durable=False)
+
+    def revive(self, manifest: Manifest, plain: Path, container_id: str) -> None:
+        """The store's images lack descriptors.json, so that Docker's own restore cannot take them (it would put the
+        sandbox into the host's network); runc needs it, so it lies beside links to them for this one start."""
+        folder = self._work / container_id
+        images, logs = folder / "images", folder / "work"
+        for path in (folder, logs):
+            path.mkdir(mode=0o700)
+        if manifest.key_id:  # decrypted for this restore only, on another file system
+            images = plain / CRIU_FOLDER
+        else:
+            images.mkdir(mode=0o700)
+            for image in (plain / CRIU_FOLDER).iterdir():
+                os.link(image, images / image.name)
+        (images / "descriptors.json").write_text(json.dumps(list(manifest.stdio)))
+        marks.arm(
+            container_id, f"images={images}\nwork={logs}\nconfig={self._config}\npath={self._search}\nnetwork=none\n"
+        )
+        reach(Point.RESTORE_ARMED)
+        try:
+            self._engine.start(container_id)
+        except RestoreFailed as why:
+            raise RestoreFailed(f"{why.message}{first_error(logs, 'restore.log')}", kept="the checkpoint") from why
+        if not marks.taken(container_id):
+            raise RestoreFailed(
+                "the container started without the OCI runtime `belayer` taking its claim: that is a cold start",
+                remedy="check `docker info` for the runtime and its path",
+            )
+
+    def forget(self, container_id: str) -> None:
+        marks.disarm(container_id)
+        shutil.rmtree(self._work / container_id, ignore_errors=True)
+
+    def sweep(self) -> None:
+        for folder in self._work.iterdir():
+            if folder.is_dir():
+                self.forget(folder.name)

@@ -1,0 +1,165 @@
+"""The fallback through Docker's own checkpoint API keeps the same promises: the same tests, another engine path
+(promises E1-E6). On a private dockerd in experimental mode."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from belayer.errors import BelayerError, CheckpointIncomplete, RestoreFailed, SandboxLost
+from belayer.procs import state
+from belayer.sandbox import Sandbox
+from envkeeper.docker_api import SETTINGS
+from tests.e2e.test_envkeeper import (  # noqa: F401 - collected here, with the fixtures of this module
+    kill,
+    test_an_action_in_flight_is_lost_and_never_an_observation,
+    test_racing_restorers_of_one_life_get_one_winner,
+    test_rewind_of_a_living_sandbox_and_a_stale_client,
+    test_the_daemon_is_killed_and_its_sandbox_is_served_again,
+    test_three_generations_come_back_whole,
+)
+from tests.support.envhost import TREE, EnvHost
+from tests.support.private_docker import PrivateDocker
+
+pytestmark = pytest.mark.docker
+
+BINARY = "/opt/belayer/criu/usr/sbin/criu"
+CONFIG = 'engine_path = "docker_api"\ncheckpoint_timeout_s = 20\n'
+
+
+@pytest.fixture(scope="module")
+def docker() -> Iterator[PrivateDocker]:
+    with tempfile.TemporaryDirectory(prefix="bl-api-", dir="/var/lib") as folder:
+        made = PrivateDocker(Path(folder) / "d", extra={"experimental": True})
+        try:
+            made.start().take_image("belayer-sandbox:base")
+            yield made
+        finally:
+            made.stop()
+
+
+@pytest.fixture(scope="module")
+def host(docker: PrivateDocker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvHost]:
+    found = EnvHost.start(tmp_path_factory.mktemp("api"), CONFIG, docker.url)
+    yield found
+    found.stop()
+    SETTINGS.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def box(host: EnvHost) -> Iterator[Sandbox]:
+    made = host.create()
+    yield made
+    try:
+        made.destroy()
+    except BelayerError:
+        made.close()
+
+
+def counts(box: Sandbox) -> None:
+    seen = box.exec('a=$(cat /n); until [ "$(cat /n)" -gt "$a" ]; do sleep 0.01; done; echo "$X"')
+    assert seen.stdout == "41\n"
+
+
+def test_what_the_paper_way_loses_comes_back_too(host: EnvHost, docker: PrivateDocker, box: Sandbox) -> None:
+    """Locks, loopback TCP, a large deleted file: settings that Docker's API cannot ask for reach its CRIU as well; and
+    what the engine leaks is swept."""
+    box.exec(
+        'python3 -c "import socket, fcntl, os, time\n'
+        "lock = open('/lock', 'w'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "s = socket.create_server(('127.0.0.1', 7000)); c = socket.create_connection(('127.0.0.1', 7000))\n"
+        "p = s.accept()[0]\n"
+        "gone = open('/gone', 'w+b'); gone.write(bytes(3 << 20)); gone.flush(); os.unlink('/gone')\n"
+        "open('/up', 'w')\n"
+        "n = 0\n"
+        "while True:\n"
+        " n += 1; c.send(b'%d ' % n); p.recv(99); gone.seek(0, 2); open('/n', 'w').write(str(n)); time.sleep(0.01)"
+        '" & until [ -s /n ]; do sleep 0.02; done; X=41'
+    )
+    box.checkpoint()
+    counts(box)
+    kill(host, box)
+    box.restore()
+    counts(box)
+    assert box.exec("flock -n /lock true").exit_code == 1
+    assert list((docker.root / "tmp").glob("ctrd-checkpoint*")) == []
+
+
+def test_a_hung_docker_dump_is_ended_and_the_sandbox_goes_on(
+    docker: PrivateDocker, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("h")
+    hang, said = tmp_path / "hang", tmp_path / "said"
+    criu = tmp_path / "criu"
+    criu.write_text(
+        f'#!/bin/sh\n[ "$1" = swrk ] && [ -e {hang} ] && {{ echo $$ >{said}; kill -STOP $$; }}\nexec {BINARY} "$@"\n'
+    )
+    criu.chmod(0o755)
+    host = EnvHost.start(tmp_path, f'{CONFIG.replace("= 20", "= 5")}criu = "{criu}"\n', docker.url)
+    try:
+        box = host.create()
+        box.exec("X=41; (i=0; while :; do i=$((i+1)); echo $i >/n; sleep 0.01; done) &")
+        box.checkpoint()
+        hang.touch()
+        with pytest.raises((CheckpointIncomplete, SandboxLost), match="was not over after 5 s") as told:
+            box.checkpoint()
+        assert state(int(said.read_text())) in ("", "Z")  # it was stopped, and is gone
+        hang.unlink()
+        if told.type is SandboxLost:  # a process that ended in that moment is a doubt; then the one before it is good
+            box.restore()
+        client = docker.client()
+        try:
+            seen = client.inspect_container(host.info(box.sandbox_id).container_id)["State"]
+        finally:
+            client.close()
+        assert (seen["Running"], seen["Paused"]) == (True, False)
+        counts(box)
+    finally:
+        host.stop()
+
+
+def test_images_of_one_path_are_refused_by_the_other(host: EnvHost, docker: PrivateDocker, box: Sandbox) -> None:
+    box.exec("X=41")
+    made = box.checkpoint()
+    kill(host, box)
+    config = host.paths.config
+    by_api = config.read_text()
+    host.kill()
+    config.write_text(by_api.replace('"docker_api"', '"fast"'))
+    host.restart()
+    with pytest.raises(
+        RestoreFailed, match=r'dumped by the engine path docker_api.*envkeeper.engine_path = "docker_api"'
+    ):
+        box.restore(made.checkpoint_id)
+    host.kill()
+    config.write_text(by_api)
+    host.restart()
+    assert box.restore(made.checkpoint_id)[0] == 1
+    assert box.exec("echo $X").stdout == "41\n"
+
+
+def test_without_experimental_mode_it_is_refused_by_name(tmp_path_factory: pytest.TempPathFactory) -> None:
+    tmp_path = tmp_path_factory.mktemp("x")
+    with tempfile.TemporaryDirectory(prefix="bl-api-", dir="/var/lib") as folder:
+        plain = PrivateDocker(Path(folder) / "d")
+        try:
+            plain.start().take_image("belayer-sandbox:base")
+            (tmp_path / "belayer.toml").write_text(f'[envkeeper]\ndocker = "{plain.url}"\n{CONFIG}')
+            done = subprocess.run(
+                [str(TREE / ".venv/bin/python"), "-m", "envkeeper"],
+                cwd=TREE,
+                env={**os.environ, "BELAYER_ROOT": str(tmp_path)},
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        finally:
+            plain.stop()
+    assert done.returncode == 2
+    assert 'engine_path = "docker_api" needs an experimental dockerd; set "experimental": true' in done.stderr
