@@ -164,11 +164,9 @@ class Actions:
                 f"an update of {target.model} is open ({info.state})", remedy="end the update, or publish again"
             )
         worker = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
-        oracle = None
         if worker.weight_version < info.version:
             # An update was committed while this one was a shadow: it follows now, and its oracle counts for all later.
-            message = FollowWeights(version=info.version)
-            oracle = (await target.link.call(message, OracleReply, self._follow_s)).oracle
+            await target.link.call(FollowWeights(version=info.version), OracleReply, self._follow_s)
             worker = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
         if worker.weights_digest != info.digest or worker.weight_version != info.version:
             raise WeightsBroken(
@@ -176,7 +174,8 @@ class Actions:
                 f"the owner holds {info.version} ({info.digest[:12]})"
             )
         said = f"weights pid {weights.pid} v{info.version} {info.digest[:12]}, kv pid {kv.pid}"
-        return Performed(said, oracle)
+        # Also when it followed in an attempt whose end nobody heard: an older oracle must not be asked for again.
+        return Performed(said, worker.oracle)
 
     async def _health(self, target: Target) -> str:
         assert target.link is not None

@@ -408,8 +408,10 @@ class SlotShell:
     def left_behind(self, worker_id: str, why: str) -> None:
         self._lost(worker_id, p.Cause.WEIGHTS, why)
 
-    def wanted(self) -> None:
-        self._inbox.put_nowait(p.Wanted())
+    def try_again(self) -> None:
+        """Starts failed while weights could not be attached; now they can."""
+        if self.pair.state in (p.State.EXPOSED, p.State.EMPTY):
+            self._inbox.put_nowait(p.Wanted())
 
     def spare_view(self) -> policy.SpareView:
         return policy.SpareView(

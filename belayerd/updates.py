@@ -45,7 +45,7 @@ class UpdatedSlot(Protocol):
     def settled(self) -> bool: ...
     def followed(self, worker_id: str, reply: OracleReply) -> None: ...
     def left_behind(self, worker_id: str, why: str) -> None: ...
-    def wanted(self) -> None: ...
+    def try_again(self) -> None: ...
 
 
 class Updates:
@@ -144,7 +144,7 @@ class Updates:
         self._open.pop(model, None)
         self.held.discard(model)
         for slot in self._of(model):
-            slot.wanted()  # a shadow that could not attach meanwhile is tried again
+            slot.try_again()
         return WeightsUpdated(model=model, version=info.version, slots=tuple(done))
 
     async def _info(self, model: str) -> WeightsInfo:

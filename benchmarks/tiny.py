@@ -12,7 +12,7 @@ from pathlib import Path
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
-def make(folder: Path, tokenizer_from: Path) -> Path:
+def make(folder: Path, tokenizer_from: Path, seed: int = 0) -> Path:
     """Write the model to ``folder`` once; returns it."""
     if (folder / "config.json").is_file():
         return folder
@@ -20,7 +20,7 @@ def make(folder: Path, tokenizer_from: Path) -> Path:
     from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
     base = AutoConfig.from_pretrained(tokenizer_from)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=base.vocab_size,
         hidden_size=256,

@@ -27,6 +27,7 @@ from belayer.messages.common import Done, Ping, Pong
 from belayer.rpc import to_reply
 from belayerd.worker.adapter.core import Core
 from belayerd.worker.adapter.reuse import Reuse
+from belayerd.worker.following import Following
 from belayerd.worker.fronts import Fronts
 from belayerd.worker.heart import EVERY_S, Heart
 from belayerd.worker.priority import come_back
@@ -136,14 +137,18 @@ class Engine:
             seq=outbox.seq,
             version=core.weight_version,
         )
+        self._following = Following(core, heart, weights, vocab)
         self._control: wire.Decoder[Any] = wire.Decoder(m.Request)
         self._leaving = False
 
     def run(self) -> None:
-        core, heart = self._core, self._heart
+        core, heart, following = self._core, self._heart, self._following
         while not self._leaving:
-            if core.has_work() or self._line.wait(EVERY_S):
+            if (core.has_work() and not following.paused) or self._line.wait(EVERY_S):
                 self._take_messages()
+            if following.paused:
+                heart.hold(*core.counts())
+                continue
             ran = core.turn()
             running, waiting = core.counts()
             heart.turn("step" if ran else "idle", running, waiting)
@@ -190,6 +195,14 @@ class Engine:
                 return m.OracleReply(oracle=oracle, equal=expected is None or same_oracle(oracle, expected), ms=ms)
             case m.BecomeMain(generation=generation):
                 return self._become_main(generation)
+            case m.Pause(generation=generation):
+                return self._following.pause(standing.generation, generation)
+            case m.Proceed(generation=generation):
+                return self._following.proceed(standing.generation, generation)
+            case m.FollowWeights(version=version):
+                reply = self._following.follow(version, serving=standing.state is m.WorkerState.MAIN)
+                standing.oracle = reply.oracle
+                return reply
             case m.Retire(generation=generation):
                 self._mine(generation)
                 self._leaving = True
@@ -248,5 +261,6 @@ class Engine:
             failure=standing.failure,
             running=running,
             waiting=waiting,
+            paused=self._following.paused,
             start_ms=standing.start_ms,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from belayer.clock import monotonic
 from belayer.heartbeat import Beat
+from belayer.messages.worker import PAUSED
 
 EVERY_S = 0.02
 _MARGIN = 4.0  # a step may be this much slower than the slowest seen before it counts as a hang
@@ -41,6 +42,14 @@ class Heart:
         if phase != self.phase or now - self._last >= EVERY_S:
             self.phase = phase
             self._write(now, 0.0)
+
+    def hold(self, running: int, waiting: int) -> None:
+        """One turn without a step, on purpose: the beat says so, since requests that stand still are no fault here."""
+        self.running, self.waiting = running, waiting
+        now = monotonic()
+        if self.phase != PAUSED or now - self._last >= EVERY_S:
+            self.phase = PAUSED
+            self._write(now, self._hang_limit_s)
 
     def step_begins(self, tokens: int) -> None:
         """Called inside a step, before the model runs with ``tokens`` tokens."""
