@@ -23,10 +23,10 @@ from belayer.paths import Paths
 from gpuowner.backends.choice import maker_for
 from gpuowner.keeping import StoreLost
 from gpuowner.ledger import WeightsRow
-from gpuowner.models import Source
 from gpuowner.service import Service
 from gpuowner.store import Found, HolderStore, SystemdStore, end_holder
 from gpuowner.vault import Vault
+from gpuowner.version import Source
 
 
 class Generation(msgspec.Struct, frozen=True):

@@ -15,8 +15,8 @@ from belayer.errors import Refused
 from belayer.messages import owner as m
 from gpuowner import core
 from gpuowner.keeping import Caller
-from gpuowner.models import Job
 from gpuowner.vault import Vault
+from gpuowner.version import Job
 
 MAX_INLINE = 128 << 10  # bytes; a larger layout rides in a memfd (the kernel's packet limit is wmem_max)
 

@@ -9,129 +9,17 @@ ledger says UPDATING before a writer has the descriptor, and SEALED before anybo
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 
 from belayer.errors import BelayerError, Refused, WeightsBroken, WeightsTorn
 from belayer.messages import owner as m
 from gpuowner import core
 from gpuowner.backends.memfd import Memfd
-from gpuowner.copying import default_threads
-from gpuowner.digest import first_difference, root_digest
-from gpuowner.keeping import Caller, Keeping, Key, resident
+from gpuowner.digest import root_digest
+from gpuowner.keeping import Caller, Keeping, Key
 from gpuowner.ledger import WeightsRow
-from gpuowner.loader import Loaded, Progress, load, room_or_refuse
-from gpuowner.vmem import MAP_NORESERVE, MAP_SHARED, PROT_READ, Mapping
-
-SWAP, IN_PLACE = "swap", "in_place"
-
-
-@dataclass(frozen=True)
-class Source:
-    """What the configuration says of a model; a client never names a path."""
-
-    folder: Path
-    dtype: str
-    update: str = SWAP
-    huge_pages: str = "off"
-
-    def text(self) -> str:
-        """Differs when the configuration asks for other bytes or another kind of memory."""
-        return f"{self.folder} {self.dtype} {self.update} {self.huge_pages}"
-
-    def load(self, model: str, progress: Progress) -> Loaded:
-        return load(
-            model, self.folder, self.dtype, progress, seal=self.update == SWAP, huge_pages=self.huge_pages
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Version:
-    """One version in memory. ``name``: in the store, "" while it is only being written."""
-
-    memory: Memfd
-    name: str
-    layout: tuple[m.TensorSpec, ...]
-    chunks: tuple[bytes, ...]
-    digest: str
-    from_files: bool = False
-    load_ms: float = 0.0
-    mb_per_s: float = 0.0
-
-    def difference(self) -> int | None:
-        """Hash everything; the first chunk that differs from its digest, or None. Slow: for a thread."""
-        fd = self.memory.reader_fd()
-        try:
-            mapping = Mapping(fd, self.memory.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
-        finally:
-            os.close(fd)
-        try:
-            return first_difference(mapping.buffer(), self.chunks, default_threads())
-        finally:
-            mapping.close()
-
-
-@dataclass(frozen=True)
-class Job:
-    """Slow work of a request. ``work`` runs in a thread and touches no state; ``finish`` takes its result in the
-    loop and makes the reply (or raises)."""
-
-    work: Callable[[], object]
-    finish: Callable[[object], m.WeightsInfo]
-
-
-@dataclass
-class ModelEntry:
-    """``readers``: connection -> process and the version that it maps. ``next``: being written (swap)."""
-
-    weights: core.Weights
-    rank: int
-    source: Source
-    version: Version | None = None
-    next: Version | None = None
-    writer: str = ""
-    readers: dict[int, m.ReaderInfo] = field(default_factory=dict)
-
-    def info(self) -> m.WeightsInfo:
-        now = self.version
-        return m.WeightsInfo(
-            model=self.weights.model,
-            state=self.weights.state.value,
-            version=self.weights.version,
-            nbytes=self.weights.nbytes,
-            digest=now.digest if now else "",
-            readers=tuple(sorted(self.readers.values(), key=lambda row: (row.who, row.pid))),
-            load_ms=now.load_ms if now else 0.0,
-            load_mb_s=now.mb_per_s if now else 0.0,
-            owner_generation=self.weights.owner,
-            writer=self.writer,
-            staging=resident(self.next.memory) if self.next else 0,
-            resident=resident(now.memory) if now else 0,
-            reason=self.weights.reason,
-            rank=self.rank,
-        )
-
-    def row(self) -> WeightsRow:
-        now, state = self.version, self.weights
-        return WeightsRow(
-            model=state.model,
-            rank=self.rank,
-            nbytes=state.nbytes,
-            memory=now.name if now else "",
-            state=state.state,
-            version=state.version,
-            whole=state.whole,
-            from_files=now.from_files if now else False,
-            in_place=state.in_place,
-            reason=state.reason,
-            layout=now.layout if now else (),
-            chunks=now.chunks if now else (),
-            digest=now.digest if now else "",
-            load_ms=now.load_ms if now else 0.0,
-            mb_per_s=now.mb_per_s if now else 0.0,
-            source=self.source.text(),
-        )
+from gpuowner.loader import Loaded, Progress, room_or_refuse
+from gpuowner.version import IN_PLACE, SWAP, Job, ModelEntry, Source, Version
 
 
 class Models:
@@ -166,18 +54,35 @@ class Models:
         loaded.mapping.close()
         if entry.source.update == SWAP:
             loaded.memory.seal_for_ever()
-        name = self._keeping.keep(_label(entry), loaded.memory.fd)
-        old, entry.version = entry.version, Version(
-            memory=loaded.memory, name=name, layout=loaded.layout, chunks=loaded.chunks, digest=loaded.digest,
-            from_files=True, load_ms=loaded.load_ms, mb_per_s=loaded.mb_per_s,
-        )  # fmt: skip
         event: core.WeightsEvent = core.Built(version=number)
         if lost:
             event = core.BuildFailed(reason="their last version was lost, and the files hold other bytes than it had")
-        sized = replace(entry.weights, nbytes=loaded.memory.nbytes)
-        entry.weights = core.weights_step(sized, event)
-        self._keeping.save()
-        self._discard(old)
+        after = core.weights_step(replace(entry.weights, nbytes=loaded.memory.nbytes), event)
+        name = self._keeping.keep(_label(entry), loaded.memory.fd)
+        version = Version(
+            memory=loaded.memory, name=name, layout=loaded.layout, chunks=loaded.chunks, digest=loaded.digest,
+            from_files=True, load_ms=loaded.load_ms, mb_per_s=loaded.mb_per_s,
+        )  # fmt: skip
+        try:
+            self._take(entry, version, after)
+        except OSError:
+            loaded.memory.close()
+            raise
+
+    def _take(self, entry: ModelEntry, version: Version, after: core.Weights) -> None:
+        """``version``, kept in the store, is the model's from now on, and the last one is let go. Raises OSError with
+        the model as it was when that cannot be written down."""
+        before, old = entry.weights, entry.version
+        entry.weights, entry.version = after, version
+        try:
+            self._keeping.save()
+        except OSError:
+            entry.weights, entry.version = before, old
+            if old is None or old.name != version.name:
+                self._keeping.drop(version.name)
+            raise
+        if old is not None and old.memory is not version.memory:
+            self._discard(old)
 
     def adopt(self, row: WeightsRow, fd: int, source: Source) -> ModelEntry:
         """A model of the last life, all of it hashed. Raises OSError when the descriptor is not that memory. Not
@@ -233,7 +138,8 @@ class Models:
         holds = core.Stamp(self._keeping.generation, asked.version)
         core.gate(f"version of {asked.model}", holds, core.Stamp(asked.owner_generation, asked.version))
         version = self._whole(entry)
-        if asked.version == entry.weights.version and asked.digest != version.digest:
+        known = asked.version < entry.weights.version  # an older one, left behind by a swap
+        if not known and (asked.version, asked.digest) != (entry.weights.version, version.digest):
             raise WeightsBroken(
                 f"{asked.model} v{asked.version} has digest {version.digest[:12]} here, {asked.digest[:12]} there",
                 kept="the reader's mapping, which is that of a lost life",
@@ -338,18 +244,15 @@ class Models:
             raise WeightsBroken(
                 reason, kept=f"version {entry.weights.version}, {entry.weights.state.value}", remedy="write it again"
             )
-        old = entry.version
+        after = core.weights_step(entry.weights, core.Committed(version=number))
         if entry.next is not None:
-            new = Version(
-                memory=new.memory, name=self._keeping.keep(_label(entry), new.memory.fd), layout=new.layout,
-                chunks=new.chunks, digest=new.digest,
-            )  # fmt: skip
-        swapped, entry.next = entry.next is not None, None
-        entry.version, entry.writer = new, ""
-        entry.weights = core.weights_step(entry.weights, core.Committed(version=number))
-        self._keeping.save()
-        if swapped:
-            self._discard(old)
+            new = replace(new, name=self._keeping.keep(_label(entry), new.memory.fd))
+        try:
+            self._take(entry, new, after)
+        except OSError as why:
+            self._give_up(entry, core.Mismatched(reason=f"version {number} could not be written down: {why}"))
+            raise
+        entry.next, entry.writer = None, ""
         return entry.info()
 
     def abort(self, asked: m.AbortUpdate, by: Caller) -> Job:
@@ -386,7 +289,11 @@ class Models:
                 self._keeping.save()
                 raise loaded
             assert isinstance(loaded, Loaded)
-            self._built(entry, loaded, entry.weights.version + 1)
+            try:
+                self._built(entry, loaded, entry.weights.version + 1)
+            except OSError as why:
+                entry.weights = core.weights_step(entry.weights, core.BuildFailed(reason=str(why)))
+                raise
             return entry.info()
 
         return Job(work, finish)

@@ -28,9 +28,9 @@ from belayer.seqpacket import recv_fds
 from gpuowner.arenas import ArenaEntry
 from gpuowner.handlers import MAX_INLINE, Answer, Handlers, Peer
 from gpuowner.keeping import Store, StoreLost
-from gpuowner.models import Job
 from gpuowner.store import HolderStore
 from gpuowner.vault import Vault
+from gpuowner.version import Job
 
 MAX_REQUEST = 128 << 10  # bytes; the largest request is a commit: 34 bytes for each 64 MiB of a model
 _SO_PEERPIDFD = 77  # Linux 6.5, asm-generic/socket.h

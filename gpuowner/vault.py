@@ -21,7 +21,8 @@ from gpuowner.backends.choice import MemfdMaker
 from gpuowner.backends.port import Maker
 from gpuowner.keeping import Keeping, Store
 from gpuowner.ledger import ArenaRow, Ledger, WeightsRow
-from gpuowner.models import Models, Source
+from gpuowner.models import Models
+from gpuowner.version import Source
 
 
 def no_log(event: str, **fields: Any) -> None:

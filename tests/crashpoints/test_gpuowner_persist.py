@@ -21,9 +21,9 @@ from belayer.messages import owner as m
 from gpuowner import core, ledger
 from gpuowner.digest import chunk_digests, root_digest
 from gpuowner.keeping import Caller, Store
-from gpuowner.models import IN_PLACE, SWAP, Job, Source
 from gpuowner.store import HolderStore, end_holder
 from gpuowner.vault import Vault
+from gpuowner.version import IN_PLACE, SWAP, Job, Source
 from gpuowner.vmem import MAP_SHARED, PROT_READ, PROT_WRITE, Mapping
 from tests.support.owners import tiny_model
 

@@ -1,0 +1,127 @@
+"""A model as its owner holds it: where it comes from, the bytes of a version, who reads and who writes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from belayer.messages import owner as m
+from gpuowner import core
+from gpuowner.backends.memfd import Memfd
+from gpuowner.copying import default_threads
+from gpuowner.digest import first_difference
+from gpuowner.keeping import resident
+from gpuowner.ledger import WeightsRow
+from gpuowner.loader import Loaded, Progress, load
+from gpuowner.vmem import MAP_NORESERVE, MAP_SHARED, PROT_READ, Mapping
+
+SWAP, IN_PLACE = "swap", "in_place"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the configuration says of a model; a client never names a path."""
+
+    folder: Path
+    dtype: str
+    update: str = SWAP
+    huge_pages: str = "off"
+
+    def text(self) -> str:
+        """Differs when the configuration asks for other bytes or another kind of memory."""
+        return f"{self.folder} {self.dtype} {self.update} {self.huge_pages}"
+
+    def load(self, model: str, progress: Progress) -> Loaded:
+        return load(
+            model, self.folder, self.dtype, progress, seal=self.update == SWAP, huge_pages=self.huge_pages
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version in memory. ``name``: in the store, "" while it is only being written."""
+
+    memory: Memfd
+    name: str
+    layout: tuple[m.TensorSpec, ...]
+    chunks: tuple[bytes, ...]
+    digest: str
+    from_files: bool = False
+    load_ms: float = 0.0
+    mb_per_s: float = 0.0
+
+    def difference(self) -> int | None:
+        """Hash everything; the first chunk that differs from its digest, or None. Slow: for a thread."""
+        fd = self.memory.reader_fd()
+        try:
+            mapping = Mapping(fd, self.memory.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
+        finally:
+            os.close(fd)
+        try:
+            return first_difference(mapping.buffer(), self.chunks, default_threads())
+        finally:
+            mapping.close()
+
+
+@dataclass(frozen=True)
+class Job:
+    """Slow work of a request. ``work`` runs in a thread and touches no state; ``finish`` takes its result in the
+    loop and makes the reply (or raises)."""
+
+    work: Callable[[], object]
+    finish: Callable[[object], m.WeightsInfo]
+
+
+@dataclass
+class ModelEntry:
+    """``readers``: connection -> process and the version that it maps. ``next``: being written (swap)."""
+
+    weights: core.Weights
+    rank: int
+    source: Source
+    version: Version | None = None
+    next: Version | None = None
+    writer: str = ""
+    readers: dict[int, m.ReaderInfo] = field(default_factory=dict)
+
+    def info(self) -> m.WeightsInfo:
+        now = self.version
+        return m.WeightsInfo(
+            model=self.weights.model,
+            state=self.weights.state.value,
+            version=self.weights.version,
+            nbytes=self.weights.nbytes,
+            digest=now.digest if now else "",
+            readers=tuple(sorted(self.readers.values(), key=lambda row: (row.who, row.pid))),
+            load_ms=now.load_ms if now else 0.0,
+            load_mb_s=now.mb_per_s if now else 0.0,
+            owner_generation=self.weights.owner,
+            writer=self.writer,
+            staging=resident(self.next.memory) if self.next else 0,
+            resident=resident(now.memory) if now else 0,
+            reason=self.weights.reason,
+            rank=self.rank,
+        )
+
+    def row(self) -> WeightsRow:
+        now, state = self.version, self.weights
+        return WeightsRow(
+            model=state.model,
+            rank=self.rank,
+            nbytes=state.nbytes,
+            memory=now.name if now else "",
+            state=state.state,
+            version=state.version,
+            whole=state.whole,
+            from_files=now.from_files if now else False,
+            in_place=state.in_place,
+            reason=state.reason,
+            layout=now.layout if now else (),
+            chunks=now.chunks if now else (),
+            digest=now.digest if now else "",
+            load_ms=now.load_ms if now else 0.0,
+            mb_per_s=now.mb_per_s if now else 0.0,
+            source=self.source.text(),
+        )
