@@ -26,10 +26,9 @@ def main() -> int:
         os.environ.setdefault(name, value)
     folder, dtype = Path(sys.argv[1]), sys.argv[2]
     try:
+        tensors = read_model(folder)
         import_module("belayerd.worker.adapter.checks").self_check()
-        reply = RecipeReply(
-            recipe=import_module("belayerd.worker.adapter.trace").trace(folder, dtype, read_model(folder))
-        )
+        reply = RecipeReply(recipe=import_module("belayerd.worker.adapter.trace").trace(folder, dtype, tensors))
     except BelayerError as why:
         reply = RecipeReply(message=why.message, remedy=why.remedy)
     # Whatever vLLM raises about a model folder is the answer: it does not take this model.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from belayer.errors import HostUnfit
+from gpuowner import hugepages, vmem
 from gpuowner.backends import memfd
 from gpuowner.backends.memfd import Memfd
 from gpuowner.digest import chunk_digests, first_difference
@@ -125,3 +129,83 @@ def test_pages_outlive_their_maker() -> None:
     os.kill(pid, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert Mapping(fd, SIZE, PROT_READ, MAP_SHARED).buffer()[9] == 77
+
+
+def test_a_parked_range_keeps_its_address_and_nothing_else(memory: Memfd) -> None:
+    live = memory.map_writable()
+    live.buffer()[5] = 6
+    view = Mapping(memory.reader_fd(), SIZE, PROT_READ, MAP_SHARED)
+    address, held = view.address, view.buffer()
+    vmem.reserve_at(address, SIZE)
+    assert in_child(lambda: bytes(held[5:6])) == -signal.SIGSEGV, "a parked range can not even be read"
+    live.buffer()[5] = 7
+    view.replace(memory.reader_fd(), PROT_READ, MAP_SHARED)
+    assert (view.address, held[5]) == (address, 7)
+
+
+def test_a_version_sealed_for_ever_takes_no_write_and_no_writer(memory: Memfd) -> None:
+    mine = memory.map_writable()
+    with pytest.raises(OSError, match="busy"):
+        memory.seal_for_ever()
+    mine.close()
+    memory.seal_for_ever()
+    for attempt in (memory.map_writable, lambda: os.pwrite(memory.fd, b"x", 0)):
+        with pytest.raises(PermissionError):
+            attempt()
+    with pytest.raises(PermissionError):
+        Mapping(memory.fd, SIZE, PROT_READ, MAP_SHARED).protect(RW)
+    again = os.open(f"/proc/self/fd/{memory.fd}", os.O_RDWR)  # root may open it so; the seal is of the memory itself
+    with pytest.raises(PermissionError):
+        os.pwrite(again, b"x", 0)
+    os.close(again)
+
+
+def test_nothing_has_a_name_in_dev_shm(memory: Memfd) -> None:
+    before = set(os.listdir("/dev/shm"))
+    mine = memory.map_writable()
+    mine.buffer()[0] = 1
+    reader = Mapping(memory.reader_fd(), SIZE, PROT_READ, MAP_SHARED)
+    assert reader.buffer()[0] == 1
+    assert {name for name in os.listdir("/dev/shm") if "belayer" in name} <= before
+    assert os.readlink(f"/proc/self/fd/{memory.fd}") == "/memfd:belayer-test (deleted)"
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert not any("/dev/shm" in line for line in lines if line.startswith(f"{mine.address:x}-"))
+
+
+@pytest.mark.parametrize("mode", [mode for mode in hugepages.MODES if mode != "off"])
+def test_huge_pages_are_there_or_refused_by_name(mode: str) -> None:
+    size = 4 * hugepages.SIZE
+    if hugepages.missing(size, mode):
+        with pytest.raises(HostUnfit, match=f"huge pages .{mode}. are not there: .+"):
+            Memfd("huge", size, mode)
+        return
+    memory = Memfd("huge", size, mode)
+    mapping = memory.map_writable()
+    mapping.buffer()[:size] = b"\1" * size
+    hugepages.proven(mapping.address, mode)
+    assert hugepages.mapped(mapping.address) > 0
+    reader = Mapping(memory.reader_fd(), size, PROT_READ, MAP_SHARED)
+    assert in_child(lambda: reader.buffer().__setitem__(0, 2)) == -signal.SIGSEGV
+    adopted = Memfd.adopt(os.dup(memory.fd), size)
+    assert adopted.huge_pages == (mode if mode == "hugetlb" else "off")
+
+
+def test_small_pages_never_pass_for_huge_ones(memory: Memfd) -> None:
+    mapping = memory.map_writable()
+    mapping.buffer()[0] = 1
+    assert hugepages.mapped(mapping.address) == 0
+    with pytest.raises(HostUnfit, match="the kernel gave none"):
+        hugepages.proven(mapping.address, "thp")
+    with pytest.raises(HostUnfit, match="none of off, thp, hugetlb"):
+        Memfd("x", SIZE, "large")
+
+
+def test_adoption_takes_only_that_memory(memory: Memfd) -> None:
+    with pytest.raises(OSError, match="not the sealed memory"):
+        Memfd.adopt(os.dup(memory.fd), SIZE // 2)
+    plain = os.memfd_create("plain", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(plain, SIZE)
+    with pytest.raises(OSError, match="not the sealed memory"):
+        Memfd.adopt(plain, SIZE)
+    adopted = Memfd.adopt(os.dup(memory.fd), SIZE)
+    assert fcntl.fcntl(adopted.fd, memfd.F_GET_SEALS) == memory.seals()

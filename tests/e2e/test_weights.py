@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.architectures import COUNT, ENGINES
 from tests.support.owner_stack import REPO
-from tests.support.tiny_models import KINDS
+from tests.support.tiny_models import KINDS, REFUSED
 
 pytestmark = pytest.mark.engine
 
@@ -41,6 +41,13 @@ def test_the_layout_holds_the_bytes_that_vllms_loader_puts_there(results: Result
     assert got["differ"] == []
     assert got["rule_differs"] == [], "the rule gives the shapes that vLLM's loader was seen to fill"
     assert any(name.endswith("c_attn.weight") for name in got["reordered"]) == (kind == "gpt2"), "it is transposed"
+
+
+@pytest.mark.parametrize("kind", list(REFUSED))
+def test_an_architecture_whose_loader_computes_is_refused_by_name(results: Results, kind: str) -> None:
+    said = results[f"refused-{kind}"]["said"]
+    assert "the engine's loader computes what it puts into" in said
+    assert "query_key_value" in said
 
 
 @pytest.mark.parametrize("kind", list(ENGINES))

@@ -94,6 +94,17 @@ def same_bytes(kind: str, root: Path) -> dict[str, Any]:
     }
 
 
+def refused(kind: str, root: Path) -> dict[str, Any]:
+    from belayer.errors import WeightsBroken
+
+    tiny_models.make(kind, root / kind)
+    try:
+        recipe_of(root / kind)
+    except WeightsBroken as why:
+        return {"said": str(why)}
+    return {"said": ""}
+
+
 def answer_of(folder: Path, kept: Path) -> Path:
     """Where the owner will look for vLLM's answer."""
     from gpuowner import recipes
@@ -259,6 +270,8 @@ def main() -> None:
     cases: dict[str, Callable[[], dict[str, Any]]] = {}
     for kind in tiny_models.KINDS:
         cases[f"bytes-{kind}"] = lambda kind=kind: same_bytes(kind, root)  # type: ignore[misc]
+    for kind in tiny_models.REFUSED:
+        cases[f"refused-{kind}"] = lambda kind=kind: refused(kind, root)  # type: ignore[misc]
     for kind in ENGINES:
         cases[f"engine-{kind}"] = lambda kind=kind: engine_case(kind, root)  # type: ignore[misc]
     for name, case in cases.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ import numpy as np
 import pytest
 
 from belayer.errors import HostUnfit, WeightsBroken
+from gpuowner.backends.memfd import Memfd
+from gpuowner.copying import FdSink, Files, file_jobs, run_jobs
 from gpuowner.digest import first_difference
+from gpuowner.layout import place
 from gpuowner.loader import Loaded, load
+from gpuowner.recipe import plain_recipe
 from gpuowner.safetensors_file import read_header, read_model
 
 LAYER = "model.layers.0.self_attn"
@@ -129,6 +134,11 @@ def test_every_truncation_is_refused_by_name(folder: Path) -> None:
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "does not fit"),
         ({"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}, "does not fit"),
         ({"dtype": "F32", "shape": [1]}, "malformed"),
+        ({"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}, "malformed"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}, "truncated"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}, "truncated"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "truncated"),
+        ({"dtype": "F32", "shape": [1 << 62], "data_offsets": [0, 4 << 62]}, "truncated"),
         ([1], "malformed"),
     ],
 )
@@ -138,6 +148,93 @@ def test_a_lying_header_is_refused(tmp_path: Path, entry: Any, reason: str) -> N
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 4)
     with pytest.raises(WeightsBroken, match=reason):
         read_header(path)
+
+
+def header_file(path: Path, header: str, body: int) -> Path:
+    text = header.encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * body)
+    return path
+
+
+def entry(name: str, start: int, end: int) -> str:
+    return f'"{name}": {{"dtype": "U8", "shape": [{end - start}], "data_offsets": [{start}, {end}]}}'
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ("{" + entry("a", 0, 4) + "," + entry("b", 2, 6) + "}", "b begins at byte .* it overlaps"),
+        ("{" + entry("a", 0, 3) + "," + entry("b", 5, 6) + "}", "b begins at byte .* it leaves a hole"),
+        ("{" + entry("a", 1, 6) + "}", "a begins at byte .* it leaves a hole"),
+        ("{" + entry("a", 0, 3) + "," + entry("a", 3, 6) + "}", "names a twice"),
+        ("{" + entry("a", 0, 5) + "}", "its tensors end at"),
+        ("[" + "[" * 100000 + "]" * 100001, "cannot be read"),
+        ("[1]", "no JSON object"),
+        ("{  ", "cannot be read"),
+    ],
+)
+def test_a_header_whose_tensors_do_not_tile_the_file_is_refused(tmp_path: Path, header: str, reason: str) -> None:
+    with pytest.raises(WeightsBroken, match=reason):
+        read_header(header_file(tmp_path / "x.safetensors", header, 6))
+
+
+def test_a_tensor_in_two_shards_is_refused(folder: Path, tmp_path: Path) -> None:
+    content = tensors()
+    names = list(content)
+    for number, part in enumerate((names[:4], names[3:])):
+        save(folder / f"s{number}.safetensors", {name: content[name] for name in part})
+    where = {name: f"s{int(i >= 3)}.safetensors" for i, name in enumerate(names)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(WeightsBroken, match=r"s0\.safetensors: it holds .*, which the index says is in s1"):
+        load("m", folder, "float32", quiet)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}')
+    with pytest.raises(WeightsBroken, match="no index with a weight_map"):
+        load("m", folder, "float32", quiet)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named_and_nothing_is_left_open(folder: Path) -> None:
+    """Between the header check and the copy a file may still shrink."""
+    raw = read_model(folder)
+    layout, nbytes = place(plain_recipe({}, raw), raw, "F32")
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+    files, memory = Files(), Memfd("cut", nbytes)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(WeightsBroken, match=r"model\.safetensors: it ends inside model\.norm\.weight while it is read"):
+        run_jobs(list(file_jobs(layout, raw, files)), FdSink(memory.fd), 2, quiet, None, ())
+    files.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    memory.close()
+
+
+def test_a_refused_load_leaves_no_memory_behind(folder: Path) -> None:
+    save(folder / "model.safetensors", {"w": ("F32", (2,), b"\0" * 8)})
+    before = sorted(os.listdir("/proc/self/fd"))
+    for dtype, reason in (("bfloat16", "without loss"), ("float8", "unknown dtype")):
+        with pytest.raises(WeightsBroken, match=reason):
+            load("m", folder, dtype, quiet)
+    with pytest.raises(HostUnfit, match="huge pages"):
+        load("m", folder, "float32", quiet, huge_pages="large")
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("F16", "<f2"), ("F32", "<f4")])
+def test_every_value_of_a_narrow_float_is_widened_exactly(tmp_path: Path, dtype: str, code: str) -> None:
+    bits = np.arange(1 << 16, dtype="<u2") if dtype == "F16" else np.arange(1 << 16, dtype="<u4") << 16
+    save(tmp_path / "model.safetensors", {"w": (dtype, (1 << 16,), bits.tobytes())})
+    (tmp_path / "config.json").write_text("{}")
+    got = view(load("m", tmp_path, "float32", quiet), "w")
+    expected = bits.view(code).astype("<f4")
+    np.testing.assert_array_equal(got.view("<u4"), expected.view("<u4"))
+
+
+def test_progress_ends_with_everything(folder: Path) -> None:
+    seen: list[tuple[int, int, float]] = []
+    loaded = load("m", folder, "float32", lambda *row: seen.append(row))
+    done, of, rate = seen[-1]
+    assert done == of == sum(spec.nbytes for spec in loaded.layout if not spec.alias_of)
+    assert rate > 0
+    assert loaded.mb_per_s > 0
 
 
 def test_what_cannot_be_converted_or_stacked_is_refused(folder: Path) -> None:

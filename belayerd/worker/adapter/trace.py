@@ -1,9 +1,9 @@
 """What vLLM's own weight loader does with a model's tensors, written down as a recipe.
 
-The model is built on the meta device (no memory), its loader gets meta tensors, and every copy into a parameter is
-noted instead of done: which region of which file tensor goes where. So the layout of any architecture that only
-copies is known without a rule of ours. A loader that computes is refused by name, and so is a parameter that the
-copies do not cover.
+The model is built with untouched storage, its loader gets meta tensors (shapes without bytes), and every copy into a
+parameter is noted instead of done: which region of which file tensor goes where. So the layout of any architecture
+that only copies is known without a rule of ours. A loader that computes is refused by name, and so is a parameter
+that the copies do not cover.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def trace(folder: Path, dtype: str, tensors: dict[str, RawTensor]) -> Recipe:
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         init_distributed_environment(1, 0, "env://", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
-        with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        # As a worker builds it: storage that nobody touches costs no memory, and not every constructor likes meta.
+        with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
             model = initialize_model(config, model_config=config.model_config)
         return note(model, tensors, tie=bool(getattr(config.model_config.hf_config, "tie_word_embeddings", False)))
 
@@ -121,7 +122,7 @@ def _look_here(architectures: list[str]) -> None:
 
 
 def note(model: nn.Module, tensors: dict[str, RawTensor], tie: bool) -> Recipe:
-    """The recipe of ``model`` (on the meta device). ``tie``: by its config the output matrix is the embedding."""
+    """The recipe of ``model``. ``tie``: by its config the output matrix is the embedding."""
     held = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     sources = {name: torch.empty(raw.shape, dtype=TORCH[raw.dtype], device="meta") for name, raw in tensors.items()}
     notes = _Notes(
