@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -62,12 +63,9 @@ def lifetime(bench: Bench, stage: Stage) -> None:
     made = oneshot.make(bench.spec, 0, (size,))
     stage.check("it stays while only a descriptor holds it", used(bench.spec) - before >= size * 0.9, used(bench.spec))
     (fd,) = made.fds
-    script = str(Path(__file__).with_name("touch.py"))
     for verb, expected in (("write", 0), ("read", 0), ("stray", None), ("read", 0)):
         watch = Stopwatch()
-        command = [sys.executable, script, bench.spec, verb, str(fd), str(made.sizes[0])]
-        env = {**os.environ, "PYTHONPATH": str(TREE)}
-        run = subprocess.run(command, pass_fds=(fd,), env=env, capture_output=True, text=True, check=False)
+        run = _touch(bench, verb, fd, made.sizes[0])
         ok = run.returncode == expected if expected is not None else run.returncode not in (0, 1)
         stage.check(
             {"write": "a new process maps and writes it", "read": "another new process reads the same bytes",
@@ -75,8 +73,33 @@ def lifetime(bench: Bench, stage: Stage) -> None:
             ok, {"exit": run.returncode, "said": run.stderr[-300:]},
         )  # fmt: skip
         stage.figure(f"process that imports and does: {verb}", "ms", watch.ms())
+    killed = _killed_in_use(bench, fd, made.sizes[0])
+    stage.check("a process that has it mapped is killed", killed == -signal.SIGKILL, killed)
+    stage.check("what it had written outlives it", _touch(bench, "read", fd, made.sizes[0]).returncode == 0)
     os.close(fd)
     stage.check("it is given back with the last descriptor", used(bench.spec) - before < size * 0.1, used(bench.spec))
+
+
+def _command(bench: Bench, verb: str, fd: int, nbytes: int) -> list[str]:
+    script = str(Path(__file__).with_name("touch.py"))
+    return [sys.executable, script, bench.spec, verb, str(fd), str(nbytes)]
+
+
+def _touch(bench: Bench, verb: str, fd: int, nbytes: int) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(TREE)}
+    command = _command(bench, verb, fd, nbytes)
+    return subprocess.run(command, pass_fds=(fd,), env=env, capture_output=True, text=True, check=False)
+
+
+def _killed_in_use(bench: Bench, fd: int, nbytes: int) -> int:
+    """Exit status of a process that writes, says so, and is killed with the memory mapped."""
+    env = {**os.environ, "PYTHONPATH": str(TREE)}
+    command = _command(bench, "write-and-wait", fd, nbytes)
+    with subprocess.Popen(command, pass_fds=(fd,), env=env, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+    return process.returncode
 
 
 def load(bench: Bench, stage: Stage) -> None:
@@ -152,11 +175,15 @@ def touch(spec: str, verb: str, fd: int, nbytes: int) -> int:
 
     memory = CudaVmm(driver_for(spec))
     va = memory.reserve(nbytes)
-    memory.map(va, fd, nbytes, Access.READ_WRITE if verb == "write" else Access.READ)
-    if verb == "write":
+    writes = verb.startswith("write")
+    memory.map(va, fd, nbytes, Access.READ_WRITE if writes else Access.READ)
+    if writes:
         memory.zero(va, nbytes)
         memory.launch(Kernel.POKE, 1, 1, va + nbytes - 8, PATTERN)
         memory.synchronize()
+        if verb == "write-and-wait":
+            print("written", flush=True)
+            signal.pause()
     elif verb == "read":
         sums = memory.digest(va, nbytes)
         return 0 if sum(row.plain for row in sums) == PATTERN else 9

@@ -19,19 +19,16 @@ from gpuowner.backends import cuda_driver, oneshot
 from gpuowner.backends.driver import Kernel, driver_for
 from gpuowner.backends.port import Access
 from tests.contract.test_memory_backend import no_gpu
+from tests.support.standin import build
 
 TREE = Path(__file__).resolve().parents[2]
 BACKENDS = TREE / "gpuowner/backends"
-STANDIN = TREE / "tests/support/libcuda.cpp"
 
 
 @pytest.fixture(scope="module")
 def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the stand-in, to be put in LD_LIBRARY_PATH."""
-    folder = tmp_path_factory.mktemp("libcuda")
-    command = ["g++", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{BACKENDS}", str(STANDIN)]
-    subprocess.run([*command, "-o", str(folder / "libcuda.so.1"), "-ldl"], check=True, timeout=120)
-    return folder
+    return build(tmp_path_factory.mktemp("libcuda"))
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler: the stand-in for libcuda cannot be built")

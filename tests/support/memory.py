@@ -75,6 +75,8 @@ def _main(name: str, verb: str, fd: int, nbytes: int) -> None:
         return
     va = memory.reserve(nbytes)
     memory.map(va, fd, nbytes, Access.READ_WRITE if verb in ("write", "write-and-wait") else Access(verb.split("-")[1]))
+    if verb.startswith("expect"):
+        sys.exit(0 if get(memory, va, 10) == b"main wrote" else 9)
     if verb.startswith("write"):
         put(memory, va, b"written by a child")
         memory.digest(va, nbytes)  # waits for the write
