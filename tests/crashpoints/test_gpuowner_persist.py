@@ -351,3 +351,67 @@ def test_a_revival_that_is_killed_is_revived_again(places: Callable[[], Place]) 
             assert told == ["revived"]
             break
     assert n - 1 == 6, "drop, save and drop: two points each"
+
+
+# --- a ledger that cannot be written ---
+
+
+def full_disk() -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("mode", [SWAP, IN_PLACE])
+def test_what_cannot_be_written_down_is_not_told_and_leaves_nothing(
+    places: Callable[[], Place], tmp_path: Path, mode: str
+) -> None:
+    """A lease, an update, its commit and a republish on a full disk: each fails with the state as it was (a commit in
+    place: TORN, as its bytes are the new ones), and the store keeps what the ledger names."""
+    place = places()
+    store = HolderStore(place.holder)
+    vault = place.vault(store)
+    models, arenas, write = vault.models, vault.arenas, vault.keeping.write
+    by = Caller(peer=1, who="w", pid=os.getpid(), pidfd=os.pidfd_open(os.getpid()))
+    models.load("m", 0, Source(tiny_model(tmp_path / "m", 1, SIZE), "float32", mode), lambda done, of, rate: None)
+    arenas.open("slot0", 0, SIZE)
+    descriptors = len(os.listdir("/proc/self/fd"))
+
+    def failing(step: Callable[[], object]) -> None:
+        vault.keeping.write = full_disk
+        with pytest.raises(OSError, match="No space left"):
+            step()
+        vault.keeping.write = write
+
+    failing(lambda: arenas.acquire("slot0", 0, core.Stamp(1, 0), by))
+    assert arenas.entry("slot0", 0).arena == core.Arena("slot0", SIZE)
+    begin = m.BeginUpdate(model="m", from_version=1, owner_generation=1, whole=True)
+    failing(lambda: models.begin(begin, by))
+    entry = models.entry("m", 0)
+    assert (entry.weights.state, entry.weights.version, entry.next, entry.writer) == ("sealed", 1, None, "")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+    grant, fds = models.begin(begin, by)
+    mapping = Mapping(fds[0], grant.nbytes, PROT_READ | PROT_WRITE, MAP_SHARED)
+    mapping.buffer()[0] ^= 1
+    chunks = tuple(chunk_digests(mapping.buffer()))
+    mapping.close()
+    for fd in fds:
+        os.close(fd)
+    job = models.commit(
+        m.CommitUpdate(
+            model="m", version=2, owner_generation=1, chunk_digests=chunks, digest=root_digest(chunks, grant.nbytes)
+        ),
+        by,
+    )
+    failing(lambda: run(job))
+    state = "sealed" if mode == SWAP else "torn"
+    assert (entry.weights.state, entry.weights.version, entry.next) == (state, 1, None)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    vault.keeping.save()
+    if mode == IN_PLACE:
+        again = models.republish(
+            m.RepublishWeights(model="m", version=1, owner_generation=1), lambda done, of, rate: None
+        )
+        failing(lambda: run(again))
+        assert (entry.weights.state, entry.weights.version) == ("torn", 1)
+        assert len(os.listdir("/proc/self/fd")) == descriptors
+    nothing_leaks(place, vault, store)
