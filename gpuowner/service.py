@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from belayer import wire
+from belayer.daemon import notify
 from belayer.errors import BadMessage, BelayerError, Refused
 from belayer.messages import owner as m
 from belayer.messages.common import Ping, Pong
@@ -109,6 +110,7 @@ class Service:
         for entry in self.vault.orphans():  # they have no connection whose end would tell
             loop.add_reader(entry.holder_pidfd, self._orphan_died, entry, entry.holder_pidfd)
         self._watch_store()
+        self._feed_watchdog(loop, int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6)
         try:
             await self._broken_invariant(loop)
         finally:
@@ -119,6 +121,12 @@ class Service:
             for peer in list(self._peers.values()):
                 self._drop(peer, "the owner stops")
             self._path.unlink(missing_ok=True)
+
+    def _feed_watchdog(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+        """sd_watchdog_enabled(3): an owner whose loop stands still is killed, as its next life has everything again."""
+        if limit_s > 0:
+            notify("WATCHDOG=1")
+            loop.call_later(limit_s / 3, self._feed_watchdog, loop, limit_s)
 
     @staticmethod
     async def _broken_invariant(loop: asyncio.AbstractEventLoop) -> None:

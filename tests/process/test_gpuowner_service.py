@@ -215,6 +215,38 @@ def test_nothing_leaks_when_holders_are_killed(stack: Stack, kv: Path) -> None:
     eventually(lambda: descriptors() <= before, what="descriptors as before")
 
 
+def drain(sock: socket.socket) -> None:
+    sock.settimeout(0.0)
+    try:
+        while True:
+            sock.recv(64)
+    except BlockingIOError:
+        return
+
+
+def test_the_watchdog_is_fed_by_the_loop_that_serves(stack: Stack, kv: Path) -> None:
+    """Against a notify socket like systemd's: beats come while the loop runs, and none while it stands still."""
+    os.kill(SeqClient(kv).call(Ping(), Pong)[0].pid, signal.SIGKILL)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(stack.root / "notify"))
+        manager.settimeout(30.0)
+        os.environ.update(NOTIFY_SOCKET=str(stack.root / "notify"), WATCHDOG_USEC="300000")
+        try:
+            daemon = stack.daemon("gpuowner", "--kind", "kv")
+        finally:
+            del os.environ["NOTIFY_SOCKET"], os.environ["WATCHDOG_USEC"]
+        assert manager.recv(64) == b"READY=1"
+        assert [manager.recv(64) for _ in range(3)] == [b"WATCHDOG=1"] * 3
+        daemon.send_signal(signal.SIGSTOP)
+        eventually(lambda: procs.state(daemon.pid) == "T", what="the owner is stopped")
+        drain(manager)  # what was sent before the stop
+        manager.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            manager.recv(64)
+        daemon.send_signal(signal.SIGCONT)
+        assert manager.recv(64) == b"WATCHDOG=1"
+
+
 def test_an_owner_that_ends_is_noticed_before_a_lease(stack: Stack, kv: Path) -> None:
     view = ArenaView(worker(kv), "slot0", SIZE)
     pid = SeqClient(kv).call(Ping(), Pong)[0].pid
