@@ -2,7 +2,7 @@
 
 On a real host systemd does this (systemd/). Each daemon is started as its own process, is ready when its socket
 answers ``Ping``, and is stopped by SIGTERM, then SIGKILL; the zygote and the workers, which outlive belayerd by
-design, are ended by their control group or session.
+design, and the holders, which outlive the owners, are found by this root in their environment and killed.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class LocalHost:
         return saved if isinstance(saved, HostStatusReply) else None
 
     def _sessions(self) -> list[int]:
-        """Processes that carry this root in their environment: the zygote and workers between two status files."""
+        """Processes that carry this root in their environment: zygote, holders, and workers between two status files."""
         needle = f"BELAYER_ROOT={self.root}\0".encode()
         found = []
         for entry in Path("/proc").iterdir():
