@@ -12,14 +12,20 @@ from belayer import config as configs
 from belayer import daemon
 from belayer.errors import BelayerError
 from belayer.paths import Paths
-from envkeeper import doctor, service
+from envkeeper import doctor, native, service
+from envkeeper.host import PREFIX
 
 
 @click.command(help="Keep the sandboxes of this host and their checkpoints.")
 @click.option("--config", "path", type=click.Path(path_type=Path), default=None, help="belayer.toml")
 @click.option("--doctor", "examine", is_flag=True, help="Really dump and restore a small sandbox, then exit.")
-def cli(path: Path | None, examine: bool) -> None:
+@click.option("--install-native", "install", is_flag=True, help=f"Put the wheel's agent and runtime below {PREFIX}.")
+def cli(path: Path | None, examine: bool, install: bool) -> None:
     paths = Paths()
+    if install:
+        for done in native.install(PREFIX):
+            print(done)
+        return
 
     async def run(stop: asyncio.Event) -> None:
         config = configs.load(path or paths.config)
