@@ -161,8 +161,8 @@ class Restorer:
         theirs = manifest.versions.get("engine_path", "fast")
         if theirs != self._reviver.path:
             raise RestoreFailed(
-                f"checkpoint {manifest.checkpoint_id} was dumped by the engine path {theirs}; "
-                f"this envkeeper restores those of {self._reviver.path}",
+                f"checkpoint {manifest.checkpoint_id} was dumped by the engine path {theirs}, "
+                f'and envkeeper.engine_path is "{self._reviver.path}"',
                 kept="the checkpoint",
                 remedy=f'set envkeeper.engine_path = "{theirs}" to restore it',
             )

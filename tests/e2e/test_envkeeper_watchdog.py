@@ -28,7 +28,7 @@ from tests.support.wait import eventually
 pytestmark = pytest.mark.docker
 
 BINARY = Path("/opt/belayer/criu/usr/sbin/criu")
-COUNT = "(i=0; while :; do i=$((i+1)); echo $i >/n; sleep 0.01; done) &"
+COUNT = "(i=0; while :; do i=$((i+1)); echo $i >>/n; sleep 0.01; done) &"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ class Bench:
     def goes_on(self) -> None:
         """It is not frozen, its counter counts, its shell remembers, nothing of the attempt is left."""
         assert not freezer.of_process(self.subject.life.pid).wants_frozen()
-        seen = self.box.exec('a=$(cat /n); until [ "$(cat /n)" -gt "$a" ]; do sleep 0.01; done; echo "$X"')
+        seen = self.box.exec('a=$(wc -l </n); until [ "$(wc -l </n)" -gt "$a" ]; do sleep 0.01; done; echo "$X"')
         assert seen.stdout == "41\n"
         assert list((self.store.home / "tmp").iterdir()) == []
         assert criu_children() == []
