@@ -198,7 +198,7 @@ class LocalHost:
         return saved if isinstance(saved, HostStatusReply) else None
 
     def _sessions(self) -> list[int]:
-        """Processes that carry this root in their environment: zygote, holders, and workers between two status files."""
+        """Processes that carry this root in their environment: zygote, holders, workers between two status files."""
         needle = f"BELAYER_ROOT={self.root}\0".encode()
         found = []
         for entry in Path("/proc").iterdir():

@@ -90,7 +90,7 @@ async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, pat
         logger.error("lost", what=said, remedy="a new shadow for that slot; a lost weight version is published again")
     for name, source in wanted.items():
         if (name, 0) not in vault.models.entries:
-            _load_model(vault, name, source, vault.to_load.get(name), logger)
+            _load_model(vault, name, source, vault.to_load.get((name, 0)), logger)
     reopen = None if choice == "systemd" else lambda: HolderStore(paths.owner_holder_sock(kind))
     service = Service(kind, paths.owner_sock(kind), vault, new_instance(), logger.info, reopen)
     service.listen()

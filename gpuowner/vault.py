@@ -19,7 +19,7 @@ from gpuowner import ledger
 from gpuowner.arenas import ArenaEntry, Arenas
 from gpuowner.backends.choice import MemfdMaker
 from gpuowner.backends.port import Maker
-from gpuowner.keeping import Keeping, Store
+from gpuowner.keeping import Keeping, Key, Store
 from gpuowner.ledger import ArenaRow, Ledger, WeightsRow
 from gpuowner.models import Models
 from gpuowner.version import Source
@@ -48,7 +48,7 @@ class Vault:
         self.maker = maker or MemfdMaker()
         self.keeping = Keeping(generation, self._write, store, log, "" if store else "no store was given")
         self.arenas, self.models = Arenas(self.keeping, self.maker, slots), Models(self.keeping)
-        self.to_load: dict[str, WeightsRow] = {}
+        self.to_load: dict[Key, WeightsRow] = {}
         self.adopted: list[str] = []
         self.lost: list[str] = []
         self._boot = procs.boot_id()
@@ -67,10 +67,9 @@ class Vault:
     def _weights_rows(self) -> tuple[WeightsRow, ...]:
         """A model that is only being loaded again is written down as it was: a death before the end of it must not
         make the next life forget which version was lost."""
-        rows = {entry.weights.model: entry.row() for entry in self.models.entries.values() if entry.rank == 0}
-        lost = {name: row for name, row in self.to_load.items() if name not in rows or not rows[name].memory}
-        ranks = [entry.row() for entry in self.models.entries.values() if entry.rank]
-        return (*(rows | lost).values(), *ranks)
+        rows = {key: entry.row() for key, entry in self.models.entries.items()}
+        lost = {key: row for key, row in self.to_load.items() if key not in rows or not rows[key].memory}
+        return tuple((rows | lost).values())
 
     def stop(self) -> None:
         """An operator ends this life: what is not found at the next start was given up on purpose, not lost."""
@@ -86,7 +85,7 @@ class Vault:
             stopped = last is not None and last.stopped
             again = self._revive_model(row, found.pop(row.memory, None), sources, stopped=stopped)
             if again is not None:
-                self.to_load[row.model] = again
+                self.to_load[row.model, row.rank] = again
         self.keeping.save()
         for name, fd in found.items():  # a death between the store and the ledger left them; nobody was told of them
             self._forget(name, fd, "no ledger row names it")

@@ -415,3 +415,37 @@ def test_what_cannot_be_written_down_is_not_told_and_leaves_nothing(
         assert (entry.weights.state, entry.weights.version) == ("torn", 1)
         assert len(os.listdir("/proc/self/fd")) == descriptors
     nothing_leaks(place, vault, store)
+
+
+def test_ranks_of_a_model_are_allocations_of_their_own(places: Callable[[], Place], tmp_path: Path) -> None:
+    """Each rank has its memory, version and writer; all are adopted, and what is lost is known rank by rank."""
+    source = Source(tiny_model(tmp_path / "m", 1, SIZE), "float32", IN_PLACE)
+    place = places()
+    place.sources = {"m": source}
+
+    def life(vault: Vault, tell: Tell) -> None:
+        for rank in (0, 1):
+            vault.models.load("m", rank, source, lambda done, of, rate: None)
+        by = Caller(peer=1, who="trainer", pid=os.getpid(), pidfd=-1)
+        begin = m.BeginUpdate(model="m", rank=1, from_version=1, owner_generation=vault.generation)
+        vault.models.begin(begin, by)
+        tell("updating")
+
+    assert place.live(0, life) == (False, ["updating"])
+    vault, store = place.revived()
+    states = {key: entry.weights.state.value for key, entry in vault.models.entries.items()}
+    assert states == {("m", 0): "sealed", ("m", 1): "torn"}
+    grant, fd = vault.models.attach("m", 0, Caller(1, "w", os.getpid(), -1))
+    os.close(fd)
+    assert grant.rank == 0
+    with pytest.raises(WeightsTorn):
+        vault.models.attach("m", 1, Caller(1, "w", os.getpid(), -1))
+    nothing_leaks(place, vault, store)
+    end_holder(place.holder)
+    for entry in vault.models.entries.values():
+        assert entry.version is not None
+        entry.version.memory.close()
+    vault, store = place.revived()
+    assert {key: row.from_files for key, row in vault.to_load.items()} == {("m", 0): True, ("m", 1): False}
+    assert len(vault.lost) == 1, "the torn rank cannot be loaded again as if nothing had happened"
+    store.close()
