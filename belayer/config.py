@@ -21,6 +21,7 @@ Positive = Annotated[float, Meta(gt=0)]
 PositiveInt = Annotated[int, Meta(gt=0)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Text = Annotated[str, Meta(min_length=1)]
+Egress = Annotated[str, Meta(pattern=r"^[0-9.]+(/[0-9]{1,2})?:[0-9]{1,5}(-[0-9]{1,5})?(/(tcp|udp))?$")]
 
 
 _GRANULE = 2 << 20  # bytes; cuMemGetAllocationGranularity of every GPU so far
@@ -126,7 +127,7 @@ class Envkeeper(_Section, frozen=True, kw_only=True):
     disk_mb: Annotated[int, Meta(ge=0)] = 0
     hostname: Text = "sandbox"
     pool: Annotated[int, Meta(ge=0)] = 0
-    egress: tuple[str, ...] = ()
+    egress: tuple[Egress, ...] = ()
     bridge: Text = "bridge"
     action_timeout_s: Positive = 60.0
     checkpoint_timeout_s: Positive = 60.0

@@ -34,6 +34,8 @@ def bounds(kind: Any) -> str:
 def shape(kind: Any) -> str:
     if isinstance(kind, msgspec.inspect.LiteralType):
         return " or ".join(f'`"{value}"`' for value in kind.values)
+    if isinstance(kind, msgspec.inspect.VarTupleType):
+        return f"list of {shape(kind.item_type)}"
     name = type(kind).__name__.removesuffix("Type").lower()
     limits = bounds(kind)
     return f"{name} {limits}".strip()
