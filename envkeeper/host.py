@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from belayer.config import Envkeeper
-from belayer.errors import HostUnfit
+from belayer.errors import HostUnfit, Refused
 from belayer.paths import Paths
-from envkeeper import marks, seccomp
+from envkeeper import marks, network, seccomp
 from envkeeper.criu import SETTINGS_SHA256, Criu, search_path
 from envkeeper.engine import Engine
 
@@ -56,6 +56,10 @@ def inspect(config: Envkeeper, paths: Paths, prefix: Path = PREFIX) -> Host:
             remedy="run envkeeper where Docker runs: it copies the upper layers of sandboxes",
         )
     engine.pin(config.image)
+    try:
+        network.permit((), config.egress)
+    except Refused as why:
+        raise HostUnfit(f"envkeeper.egress: {why.message}", remedy=why.remedy) from why
     cached = criu.cache_kernel_facts()
     marks.make_folder()
     return Host(engine, criu, search, agent, versions | {"kdat_cached": str(cached).lower()})
