@@ -64,7 +64,8 @@ class Slot(_Section, frozen=True, kw_only=True):
     ``device``: "cpu", or "gpu", "gpu:INDEX", "gpu:UUID" as nvidia-smi -L lists them. ``kv_bytes``: size of the KV
     arena. ``kv_reuse``: a new main goes on with the KV blocks that the killed one had finished, instead of computing
     the context again; it trusts that a main which died wrote no wrong numbers before. ``spare``: takes no requests
-    until a slot of the same model is quarantined, and then takes its place."""
+    until a slot of the same model is quarantined, and then takes its place. ``url_port``: a port of the router's host
+    that looks like this engine alone (0: none). ``on_death``: as router.on_death, for requests on this slot."""
 
     name: str
     model: str
@@ -80,6 +81,7 @@ class Slot(_Section, frozen=True, kw_only=True):
     hang_limit_s: Positive = 2.0
     start_deadline_s: Positive = 180.0
     on_death: Literal["", "resume", "abort", "error"] = ""
+    url_port: Annotated[int, Meta(ge=0, le=65535)] = 0
 
 
 class Router(_Section, frozen=True, kw_only=True):
@@ -87,7 +89,8 @@ class Router(_Section, frozen=True, kw_only=True):
     ``request_deadline_s``: how long an interrupted or new request may wait without a worker; ``silence_s``: how long a
     worker may have one without a word; ``read_deadline_s``: how long a client may take to send one.
     ``journal_sync``: when the disk is waited for. ``same_id``: a second request with the id of a running one is
-    refused, or hears the same stream. ``on_death``: what becomes of requests whose worker dies and who say nothing."""
+    refused, or hears the same stream. ``on_death``: what becomes of requests whose worker dies and who say nothing.
+    ``tool_parser``, ``reasoning_parser``: vLLM's names of them for this model ("": no tool calls, no reasoning)."""
 
     host: Text = "127.0.0.1"
     port: Port = 8000
@@ -103,6 +106,8 @@ class Router(_Section, frozen=True, kw_only=True):
     max_body_mb: PositiveInt = 64
     max_requests: PositiveInt = 4096
     deaths_per_request: PositiveInt = 2
+    tool_parser: str = ""
+    reasoning_parser: str = ""
 
 
 class Envkeeper(_Section, frozen=True, kw_only=True):
@@ -236,6 +241,11 @@ def _problems(config: Config) -> Any:
                 yield f"{kind}[{index}].name", f"{name!r} is no name (1-48 of a-z 0-9 _ . -)"
             if name in names[:index]:
                 yield f"{kind}[{index}].name", f"{name!r} is used twice"
+    ports = [config.router.port]
+    for index, slot in enumerate(config.slot):
+        if slot.url_port in ports:
+            yield f"slot[{index}].url_port", f"{slot.url_port} is used twice"
+        ports += [slot.url_port] if slot.url_port else []
     known = {model.name for model in config.model}
     for index, model in enumerate(config.model):
         folder = Path(model.path)

@@ -43,6 +43,7 @@ class RouterSlot(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     registered: bool
     worker_id: str = ""
+    url: str = ""
     running: int = 0
     waiting: int = 0
     tokens_total: int = 0

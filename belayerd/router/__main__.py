@@ -37,17 +37,18 @@ async def _serve(loaded: config.Config, paths: Paths, stop: asyncio.Event, only:
     _quiet_vllm()
     preflight.one_model(loaded)
     sock = preflight.bind(loaded.router.host, loaded.router.port)
+    slots = {slot.name: preflight.bind(loaded.router.host, slot.url_port) for slot in loaded.slot if slot.url_port}
     from belayerd.router.front import Front  # imports vLLM: seconds, so not before the host is known to be fit
 
     instance = daemon.new_instance()
     front = Front(loaded, paths.journal, instance, logger)
     HostMetrics(paths.status_file)
-    service = Service(front.shell, frozenset(slot.name for slot in loaded.slot), instance, front.url)
+    service = Service(front.shell, frozenset(slot.name for slot in loaded.slot), instance, front.url, front.slot_urls)
     if stop.is_set():
         return  # asked to stop while vLLM was being imported
     started = asyncio.Event()
     async with asyncio.TaskGroup() as group:
-        http = group.create_task(front.serve(sock, started))
+        http = group.create_task(front.serve(sock, slots, started))
         ready = group.create_task(started.wait())
         watch = group.create_task(front.shell.watch())
         await asyncio.wait((http, ready), return_when=asyncio.FIRST_COMPLETED)

@@ -70,7 +70,8 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         self._engine_status: dict[int, Any] = {}
         self._kv_event_sources: dict[int, Any] = {}
         self._effective_attention_block_sizes: set[int | None] = set()
-        self._welcomed = self._paused = False
+        self._welcomed = False
+        self._paused: set[str] = set()  # slots that a trainer has paused
         self.stopping = False
         self._loop = asyncio.get_running_loop()
         self._tickets: dict[str, Ticket] = {}  # by reader, for those whose request has one
@@ -147,19 +148,22 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         return ("generate",)  # known without a worker, so that the port opens before the first one is up
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Admin calls go to all workers: what is true of one must be true of its neighbours."""
+        """Admin calls go to all workers: what is true of one must be true of its neighbours. Those that came by the
+        URL of a slot go to that slot."""
         return (await self.call_utility_all_async(method, *args))[0]
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         try:
-            slots = await self._shell.some_slot(ADMIN_WAIT_S)
+            ticket = TICKET.get()
+            slots = await self._shell.some_slot(ADMIN_WAIT_S, ticket.pin if ticket else "")
             calls = [self._call_utility_async(method, *args, engine=slot) for slot in slots]
             answers = list(await asyncio.gather(*calls))
         except BelayerError as error:
             raise RouterFault(error) from error
         if method in _PAUSING:
-            self._paused = _PAUSING[method]
-            self._shell.paused(self._paused)
+            named = [ticket.pin] if ticket and ticket.pin else list(self._index)
+            self._paused = self._paused | set(named) if _PAUSING[method] else self._paused - set(named)
+            self._shell.paused(bool(self._paused))
         return answers
 
     async def _call_utility_async(self, method: str, *args: Any, engine: str) -> Any:
@@ -252,7 +256,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
             except (ValueError, TypeError) as why:
                 raise BadMessage(f"the ready info of {slot} cannot be read: {why}") from why
             self._welcomed = True
-        if not self._paused:
+        if slot not in self._paused:
             return []
         # A trainer paused the engines: a worker that comes meanwhile must not run. "keep": it aborts nothing.
         return [self._codec.encode((self.client_index, _NOBODY, "pause_scheduler", ("keep", False)))]

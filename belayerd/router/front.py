@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
+import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from belayer.config import Config
-from belayer.errors import ErrorCode, HostUnfit
+from belayer.errors import ConfigInvalid, ErrorCode, HostUnfit
 from belayerd.router import journal
 from belayerd.router import vllm_seam as seam
 from belayerd.router.client import LEAVING, BelayerClient, RouterFault
@@ -25,6 +28,7 @@ from belayerd.router.metrics import Metrics
 from belayerd.router.patience import patient
 from belayerd.router.preflight import is_loopback, one_model
 from belayerd.router.shell import Shell, to_record
+from belayerd.router.ticket import TICKET
 
 GRACE_S = 5.0  # after SIGTERM: streams get their error chunk, then connections are closed
 
@@ -40,7 +44,14 @@ def server_args(config: Config) -> Namespace:
     argv += ["--enable-scale-out", "--enforce-eager", "--disable-uvicorn-access-log"]
     argv += ["--allowed-origins", "[]"]  # no page in a browser of this host may reach the admin routes
     argv += ["--max-num-seqs", str(sum(slot.max_num_seqs for slot in config.slot))]
-    return seam.parse_args(argv)
+    if router.tool_parser:
+        argv += ["--enable-auto-tool-choice", "--tool-call-parser", router.tool_parser]
+    if router.reasoning_parser:
+        argv += ["--reasoning-parser", router.reasoning_parser]
+    try:
+        return seam.parse_args(argv)
+    except (KeyError, TypeError, ValueError) as why:  # what vLLM raises for a parser that it does not know
+        raise ConfigInvalid(f"router: {str(why).strip(chr(39))}") from why
 
 
 def limits(config: Config) -> Limits:
@@ -66,7 +77,8 @@ class Front:
         self._args = server_args(config)
         router = config.router
         self.core = Core(limits(config))
-        self._bounds = Bounds(router.max_body_mb << 20, router.read_deadline_s, router.max_requests)
+        ports = {slot.url_port: slot.name for slot in config.slot if slot.url_port}
+        self._bounds = Bounds(router.max_body_mb << 20, router.read_deadline_s, router.max_requests, ports)
         self._declined: Counter[str] = Counter()
         self._mistakes: Counter[int] = Counter()
         codec = seam.Codec()
@@ -77,7 +89,7 @@ class Front:
             return client[0]
 
         try:
-            self._engine = seam.make_engine(self._args, make_client, lambda: self.core.serving > 0, LEAVING)
+            self._engine = seam.make_engine(self._args, make_client, self._healthy, LEAVING)
         except (OSError, ValueError) as why:  # what vLLM and transformers raise for a model they cannot read
             first = str(why).strip().splitlines()[0]
             raise HostUnfit(f"model {self._args.model} cannot be served: {first}") from why
@@ -91,39 +103,61 @@ class Front:
         self.shell.recover(story.past() for story in earlier.stories.values())
         self.metrics = Metrics(self.core, book, self._declined, self._mistakes)
         self.url = f"http://{router.host}:{router.port}"
+        self.slot_urls = {name: f"http://{router.host}:{port}" for port, name in ports.items()}
 
     def _live(self) -> list[journal.Record]:
         return [record for effect in self.core.live_records() if (record := to_record(effect)) is not None]
 
-    async def serve(self, sock: socket.socket, started: asyncio.Event) -> None:
-        """Serve until SIGTERM or SIGINT (vLLM's server takes both); sets ``started`` when it begins. Raises
-        RuntimeError when the server ends without having been asked to."""
-        tasks = await self._engine.get_supported_tasks()
-        app = seam.build_app(self._args, tasks, self._engine.model_config)
-        await seam.init_app_state(self._engine, app.state, self._args, tasks)
+    def _healthy(self) -> bool:
+        """Of the slot whose URL was used, or of any."""
+        ticket = TICKET.get()
+        if ticket is None or not ticket.pin:
+            return self.core.serving > 0
+        return ticket.pin in self.shell.serving_slots()
+
+    async def serve(self, sock: socket.socket, slots: dict[str, socket.socket], started: asyncio.Event) -> None:
+        """Serve until SIGTERM or SIGINT (vLLM's server takes both); sets ``started`` when it begins. ``slots``: the
+        sockets of slots with a URL of their own. Raises RuntimeError when the server ends unasked."""
+        able = await self._engine.get_supported_tasks()
+        app = seam.build_app(self._args, able, self._engine.model_config)
+        await seam.init_app_state(self._engine, app.state, self._args, able)
         app.middleware_stack = None  # vLLM has built it; without that it is built again, with these two
         app.add_middleware(Guard, core=self.core, bounds=self._bounds, declined=self._declined, mistakes=self._mistakes)
         app.add_exception_handler(RouterFault, answer_fault)
         started.set()  # the socket listens since preflight: from here on what is queued there gets answers
+        how = {
+            "http": patient(self._bounds.body_s, self._declined),
+            "log_level": "warning",
+            "access_log": False,
+            "timeout_graceful_shutdown": int(GRACE_S),
+        }
+        beside = [Beside(app, **how) for _ in slots]
+        tasks = [asyncio.create_task(one.serve([own])) for one, own in zip(beside, slots.values(), strict=True)]
         try:
-            ended = await seam.serve_http(
-                app,
-                sock=sock,
-                host=self._args.host,
-                port=self._args.port,
-                http=patient(self._bounds.body_s, self._declined),
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=int(GRACE_S),
-            )
+            ended = await seam.serve_http(app, sock=sock, host=self._args.host, port=self._args.port, **how)
             await ended
+            for one in beside:
+                one.should_exit = True
+            await asyncio.gather(*tasks)
             if not self._client.stopping:
                 raise RuntimeError("vLLM's front end ended by itself: its output handler broke")
         finally:
             self._engine.shutdown(timeout=0)
             self.shell.close()
             self.metrics.close()
-            sock.close()
+            for listening in (sock, *slots.values()):
+                listening.close()
+
+
+class Beside(uvicorn.Server):
+    """Another port of the same application. Signals are taken by the server of the first one."""
+
+    def __init__(self, app: Any, **how: Any) -> None:
+        super().__init__(uvicorn.Config(app, lifespan="off", **how))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 async def answer_fault(request: Request, fault: Exception) -> JSONResponse:

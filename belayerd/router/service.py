@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from belayer import clock
@@ -26,8 +27,11 @@ PLANNED = "planned"  # UnregisterWorker.reason that begins so is no death of the
 class Service:
     """Handler of run/router.sock. ``slots``: the names in the configuration; others are refused."""
 
-    def __init__(self, shell: Shell, slots: frozenset[str], instance: str, url: str) -> None:
+    def __init__(
+        self, shell: Shell, slots: frozenset[str], instance: str, url: str, slot_urls: Mapping[str, str]
+    ) -> None:
         self._shell, self._slots, self._instance, self._url = shell, slots, instance, url
+        self._urls = slot_urls
 
     async def handle(self, message: Message) -> Message:
         start = clock.Stopwatch()
@@ -77,7 +81,9 @@ class Service:
             instance=self._instance,
             pid=os.getpid(),
             url=self._url,
-            slots=tuple(_row(slot, waiting.get(slot.name, 0)) for slot in core.slots.values()),
+            slots=tuple(
+                _row(slot, waiting.get(slot.name, 0), self._urls.get(slot.name, "")) for slot in core.slots.values()
+            ),
             running=len(core.requests) - core.waiting,
             waiting=core.waiting,
             finished_total=counters.finished,
@@ -88,7 +94,7 @@ class Service:
         )
 
 
-def _row(slot: Slot, waiting: int) -> RouterSlot:
+def _row(slot: Slot, waiting: int, url: str) -> RouterSlot:
     note: Any = slot.last_resume
     report = None
     if note is not None:
@@ -101,6 +107,7 @@ def _row(slot: Slot, waiting: int) -> RouterSlot:
         )
     return RouterSlot(
         slot=slot.name,
+        url=url,
         generation=slot.generation,
         registered=slot.state is SlotState.SERVING,
         worker_id=slot.worker_id,

@@ -74,7 +74,7 @@ class Shell:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.serving = asyncio.Event()
+        self.changed = asyncio.Event()  # set by every step of the core
         self._kept = Kept(core)
 
     async def watch(self) -> None:
@@ -118,14 +118,18 @@ class Shell:
     def serving_slots(self) -> list[str]:
         return [name for name, slot in self.core.slots.items() if slot.state is SlotState.SERVING]
 
-    async def some_slot(self, within_s: float) -> list[str]:
-        """The slots that serve, once there is at least one. Raises NoHealthySlot after ``within_s``."""
+    async def some_slot(self, within_s: float, slot: str = "") -> list[str]:
+        """The slots that serve, once there is at least one; or ``slot`` alone, once it serves. Raises NoHealthySlot
+        after ``within_s``."""
         try:
             async with asyncio.timeout(within_s):
-                await self.serving.wait()
+                while not (serving := [one for one in self.serving_slots() if one == (slot or one)]):
+                    self.changed.clear()
+                    await self.changed.wait()
         except TimeoutError as why:
-            raise NoHealthySlot(f"no worker came within {within_s:g} s", remedy="see belayerctl status") from why
-        return self.serving_slots()
+            said = f"no worker of {slot or 'any slot'} came within {within_s:g} s"
+            raise NoHealthySlot(said, remedy="see belayerctl status") from why
+        return serving
 
     # -- from belayerd ----------------------------------------------------------------------------------------
 
@@ -272,10 +276,7 @@ class Shell:
         self._log.info("worker_left", slot=effect.slot, worker=effect.worker_id, waiting=self.core.waiting)
 
     def _after(self) -> None:
-        if self.core.serving:
-            self.serving.set()
-        else:
-            self.serving.clear()
+        self.changed.set()
         due = self.core.next_deadline()
         # A timer that rings early costs one look; one that is set anew for every token would cost more.
         if self._timer is not None and (due is None or due < self._timer.when()):

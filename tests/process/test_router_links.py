@@ -26,7 +26,7 @@ TOKENS = 30
 @pytest.fixture(scope="module")
 def router() -> Iterator[RouterHost]:
     with tempfile.TemporaryDirectory(prefix="bl-") as root:
-        host = RouterHost.start(Path(root), ["s0", "s1"], "request_deadline_s = 10.0\nsilence_s = 5.0")
+        host = RouterHost.start(Path(root), ["s0", "s1"], "request_deadline_s = 10.0\nsilence_s = 5.0", urls=True)
         try:
             yield host
         finally:
@@ -181,3 +181,33 @@ def test_a_client_that_leaves_right_after_the_handover_frees_the_new_engine(host
         eventually(lambda: second.running() == 1, what="the new engine has it")
     eventually(lambda: second.running() == 0, what="the new engine is free")
     assert [row.split()[0] for row in host.told()[told:]] == ["add", "add", "abort"]
+
+
+def test_the_url_of_a_slot_looks_like_that_engine_alone(host: RouterHost) -> None:
+    """Health, placement and admin calls; a request there waits for that slot, whoever else is idle."""
+    one = host.worker("s0", "--hold-at", "3")
+    first = host.slot("s0").url
+    host.worker("s1")
+    second = host.slot("s1").url
+    assert len({host.url, first, second}) == 3
+    streams = [Stream(first, "/v1/completions", completion(TOKENS)) for _ in range(4)]
+    for stream in streams:
+        stream.start()
+    eventually(lambda: host.slot("s0").running == 4, what="all are on the slot of that URL")
+    assert host.slot("s1").running == 0
+    one.kill()
+    host.unregister(one)
+    assert httpx.get(f"{first}/health").status_code == 503
+    assert httpx.get(f"{second}/health").status_code == 200
+    assert httpx.get(f"{host.url}/health").status_code == 200
+    late = Stream(first, "/v1/completions", completion(TOKENS))
+    late.start()
+    eventually(lambda: host.status().waiting == 5, what="they wait for their slot")
+    again = host.worker("s0")
+    for stream in (*streams, late):
+        assert stream.result().finishes == ["length"]
+    assert httpx.post(f"{second}/pause?mode=keep").status_code == 200
+    assert httpx.get(f"{second}/is_paused").json() == {"is_paused": True}
+    assert httpx.get(f"{first}/is_paused").json() == {"is_paused": False}
+    assert httpx.post(f"{second}/resume").status_code == 200
+    assert again.running() == 0

@@ -211,6 +211,9 @@ class RecordedEngine:
             if reason is not None:
                 del self.live[request.request_id]
             rows.setdefault(request.client, []).append(self.row(request, fresh, reason))
+        if self.args.times:
+            with open(self.args.times, "ab") as file:
+                file.write(struct.pack("<d", monotonic()))
         for client, outputs in rows.items():
             self.send(client.to_bytes(2, "little"), outputs)
         self.hold_if_due()
@@ -303,6 +306,7 @@ def main() -> int:
     parser.add_argument("--standby", action="store_true")
     parser.add_argument("--weight-version", default="1")
     parser.add_argument("--tell", help="file that gets a line for each add, abort and drop")
+    parser.add_argument("--times", help="file that gets the time of each step, a double")
     parser.add_argument("--deaf", action="store_true", help="answer no hello")
     parser.add_argument("--max-model-len", type=int, default=2048)
     engine = RecordedEngine(parser.parse_args())

@@ -49,8 +49,12 @@ def write_record(path: Path) -> list[int]:
     return tokens
 
 
-def config_text(port: int, slots: list[str], router: str = "") -> str:
-    rows = "".join(f'[[slot]]\nname = "{name}"\nmodel = "smollm2"\nmax_model_len = 2048\n' for name in slots)
+def config_text(port: int, slots: list[str], router: str = "", urls: bool = False) -> str:
+    """``urls``: each slot has a URL of its own too."""
+    rows = ""
+    for name in slots:
+        rows += f'[[slot]]\nname = "{name}"\nmodel = "smollm2"\nmax_model_len = 2048\n'
+        rows += f"url_port = {free_port()}\n" if urls else ""
     return (
         f'[[model]]\nname = "smollm2"\npath = "{MODEL}"\n{rows}'
         "[policy]\nfence_deadline_s = 0.5\nstep_deadline_s = 0.5\n"
@@ -104,14 +108,14 @@ class RouterHost:
     lives: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, root: Path, slots: list[str], router: str = "") -> RouterHost:
+    def start(cls, root: Path, slots: list[str], router: str = "", urls: bool = False) -> RouterHost:
         port = free_port()
         paths = Paths(root).make()
-        paths.config.write_text(config_text(port, slots, router))
+        paths.config.write_text(config_text(port, slots, router, urls))
         record = write_record(root / "record.json")
         process, log = spawn_router(root)
         host = cls(root, port, process, log, record, SyncClient(paths.router_sock))
-        eventually(host.answers, within=120, what=f"router answers Ping; see {root}/router.log", every=0.1)
+        eventually(host.answers, within=240, what=f"router answers Ping; see {root}/router.log", every=0.1)
         return host
 
     def answers(self) -> bool:
@@ -170,7 +174,7 @@ class RouterHost:
         self.rpc.close()
         self.log.close()
         self.process, self.log = spawn_router(self.root)
-        eventually(self.answers, within=120, what=f"router is back; see {self.root}/router.log", every=0.1)
+        eventually(self.answers, within=240, what=f"router is back; see {self.root}/router.log", every=0.1)
         self.rpc = SyncClient(Paths(self.root).router_sock)
         for fake in self.fakes:
             if fake.process.poll() is None and self.lives[fake.slot] == fake.generation:

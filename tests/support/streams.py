@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,17 @@ class Seen:
     @property
     def token_ids(self) -> list[int]:
         return [token for choice in self.choices for token in choice.get("token_ids") or ()]
+
+    @property
+    def arguments(self) -> str:
+        """Of tool calls, put together."""
+        calls = [call for choice in self.choices for call in choice.get("delta", {}).get("tool_calls") or ()]
+        return "".join(call.get("function", {}).get("arguments") or "" for call in calls)
+
+    @property
+    def position(self) -> int:
+        """Where the last chunk says that it ends."""
+        return next((chunk["belayer"]["position"] for chunk in reversed(self.chunks) if "belayer" in chunk), 0)
 
     @property
     def finishes(self) -> list[str]:
@@ -60,19 +72,30 @@ class Seen:
 
 
 class Stream(threading.Thread):
-    """A request in the background: ``start()``, then ``result()``."""
+    """A request in the background: ``start()``, then ``result()``. ``until``: the client leaves when it has so many
+    tokens."""
 
-    def __init__(self, url: str, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        path: str,
+        body: dict[str, Any],
+        headers: dict[str, str] | None = None,
+        until: float = math.inf,
+    ) -> None:
         super().__init__(daemon=True)
+        self._until = until
         self._url, self._body, self._headers = url + path, body, headers
         self.seen = Seen()
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, headers=self._headers, timeout=60) as answer:
+            with httpx.stream("POST", self._url, json=self._body, headers=self._headers, timeout=120) as answer:
                 self.seen.status = answer.status_code
                 for line in answer.iter_lines():
                     self._take(line)
+                    if self.seen.position >= self._until:
+                        return
         except (httpx.HTTPError, ValueError) as why:
             self.seen.error = why
 
