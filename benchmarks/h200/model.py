@@ -41,7 +41,8 @@ def fill_random(params: dict[str, torch.Tensor], seed: int, device: torch.device
 
 
 class Decoder:
-    """``step`` reads ``ids`` and ``pos`` ([batch] int64) and writes ``next`` ([batch] int64)."""
+    """``step`` reads ``ids`` and ``pos`` ([batch] int64) and writes ``next`` ([batch] int64): the greedy token, shifted
+    by the position. Without the shift random weights soon repeat one token, and equal streams would prove little."""
 
     def __init__(self, shape: Shape, weights: torch.Tensor, kv: torch.Tensor, take: Take) -> None:
         self.shape, self.w = shape, parameters(weights, shape)
@@ -80,7 +81,7 @@ class Decoder:
             gate, up = F.linear(_norm(x, w[f"{at}.norm2"]), w[f"{at}.gate_up"]).chunk(2, dim=-1)
             x = x + F.linear(F.silu(gate) * up, w[f"{at}.down"])
         logits = F.linear(_norm(x, w["norm"]), w["head"])
-        self.next.copy_(logits.argmax(dim=-1))
+        self.next.copy_((logits.argmax(dim=-1) + 7 * self.pos) % shape.vocab)
 
     def _attend(self, at: int, x: torch.Tensor, cos: Any, sin: Any, mask: torch.Tensor) -> torch.Tensor:
         shape, w = self.shape, self.w

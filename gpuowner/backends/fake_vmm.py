@@ -70,8 +70,8 @@ def _of_process(process: Path, prefix: str) -> dict[int, int]:
     for link in links:
         try:
             target, inode = os.readlink(link), os.stat(link).st_ino
-        except FileNotFoundError:
-            continue  # closed meanwhile; one of them is the listing itself
+        except OSError:
+            continue  # closed meanwhile (one is the listing itself), or of a path too long to be read: not ours
         if target.startswith(prefix):
             found[inode] = int(target.split()[0].rpartition("-")[2])
     return found

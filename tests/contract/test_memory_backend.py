@@ -284,4 +284,6 @@ def test_what_it_says_of_itself(memory: Backend) -> None:
     assert caps.survives_owner
     assert caps.survives_exporter
     assert caps.ro_fd is isinstance(memory, MemfdBackend), "a CUDA descriptor carries no mode; a memfd re-open does"
-    assert memory.info().backend == memory.name
+    info = memory.info()
+    assert info.backend == memory.name
+    assert info.device == "cpu" if isinstance(memory, MemfdBackend) else info.device.startswith("GPU-")

@@ -92,7 +92,7 @@ def main() -> None:
     try:
         _main(name, verb, int(fd), int(nbytes))
     except DriverError as why:
-        os._exit(FAULTED if why.number in (700, 719) else 1)  # illegal address, launch failure
+        os._exit(FAULTED if 700 <= why.number <= 719 else 1)  # cuda.h: the errors of a kernel
 
 
 if __name__ == "__main__":
