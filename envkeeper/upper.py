@@ -21,6 +21,7 @@ import os
 import stat
 import struct
 import tempfile
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from belayer.errors import CheckpointIncomplete, CheckpointRefused, RestoreFaile
 INDEX, PACK = "upper.index", "upper.pack"
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
 _BLOCK = 4096
+_LONGEST, _OPEN_FOLDERS = 4000, 64
 _SMALL = 65536  # bytes; below it a copy is cheaper than a clone
 _NO_REFLINK = frozenset({errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS})
 
@@ -78,8 +80,8 @@ def capture(upper: Path, folder: Path) -> Captured:
         pack = _Pack(out)
         top = os.fsencode(upper)
         entries = [_entry(top, b"", os.lstat(top))]
-        first: dict[tuple[int, int], bytes] = {}
-        _walk(top, b"", entries, first, pack)
+        with _Names(top) as names:
+            _walk(names, entries, {}, pack)
         pack.flush()
         return Captured(entries, pack.end, pack.cloned)
     finally:
@@ -93,7 +95,7 @@ def include(captured: Captured, upper: Path, folder: Path, path: bytes) -> None:
         return
     top = os.fsencode(upper)
     info = os.lstat(_join(top, path))
-    entry = _entry(top, path, info)
+    entry = _entry(_join(top, path), path, info)
     same = (e.path for e in captured.entries if e.kind == "file" and e.size == info.st_size)
     twin = next((name for name in same if os.lstat(_join(top, name)).st_ino == info.st_ino), None)
     if twin is not None:
@@ -164,44 +166,85 @@ def unpack(folder: Path, upper: Path) -> int:
     _empty(top)
     pack = os.open(folder / PACK, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for entry in entries:
-            _create(top, entry, pack)
+        with _Names(top) as names:
+            for entry in entries:
+                _create(names, entry, pack)
+            for entry in reversed(entries):
+                if entry.kind == "dir":
+                    _set_times(names.full(entry.path), entry)
     finally:
         os.close(pack)
-    for entry in reversed(entries):
-        if entry.kind == "dir":
-            _set_times(_join(top, entry.path), entry)
     return len(entries)
+
+
+# ---- names ----
+
+
+class _Names:
+    """Full names of entries below ``top``. A sandbox can nest folders deeper than a path may be long (4096 bytes):
+    beyond that, names lead through the descriptor of their folder."""
+
+    def __init__(self, top: bytes) -> None:
+        self._top, self._folders = top, OrderedDict[bytes, int]()
+
+    def __enter__(self) -> _Names:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._folders.values():
+            os.close(fd)
+
+    def full(self, path: bytes) -> bytes:
+        if len(self._top) + len(path) < _LONGEST:
+            return _join(self._top, path)
+        parent, _, name = path.rpartition(b"/")
+        return b"/proc/self/fd/%d/%s" % (self._folder(parent), name)
+
+    def _folder(self, path: bytes) -> int:
+        """A loop and not a call in a call: from the nearest folder that is open, or has a short name, down."""
+        chain: list[bytes] = []
+        while (fd := self._folders.get(path)) is None:
+            chain.append(path)
+            if len(self._top) + len(path) < _LONGEST:
+                break
+            path = path.rpartition(b"/")[0]
+        for at in reversed(chain):
+            name = _join(self._top, at) if fd is None else b"/proc/self/fd/%d/%s" % (fd, at.rpartition(b"/")[2])
+            fd = self._folders[at] = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if len(self._folders) > _OPEN_FOLDERS:
+                os.close(self._folders.popitem(last=False)[1])
+        assert fd is not None
+        return fd
 
 
 # ---- capture ----
 
 
-def _walk(top: bytes, below: bytes, entries: list[Entry], first: dict[tuple[int, int], bytes], pack: _Pack) -> None:
-    folders = []
-    with os.scandir(_join(top, below)) as listing:
-        for item in listing:
-            path = below + b"/" + item.name if below else item.name
-            info = item.stat(follow_symlinks=False)
-            entry = _entry(top, path, info)
-            entries.append(entry)
-            if entry.kind == "dir":
-                folders.append(path)
-                continue
-            # Whiteouts share one inode by hard link in newer kernels; as separate nodes they mean the same.
-            if info.st_nlink > 1 and not (stat.S_ISCHR(info.st_mode) and info.st_rdev == 0):
-                known = first.setdefault((info.st_dev, info.st_ino), path)
-                if known != path:
-                    entry.kind, entry.link = "hard", known
+def _walk(names: _Names, entries: list[Entry], first: dict[tuple[int, int], bytes], pack: _Pack) -> None:
+    """Folders from a list and not by calls in calls: depth is the sandbox's to choose."""
+    waiting = [b""]
+    while waiting:
+        below = waiting.pop()
+        with os.scandir(names.full(below)) as listing:
+            for item in listing:
+                path = below + b"/" + item.name if below else item.name
+                info = item.stat(follow_symlinks=False)
+                entry = _entry(item.path, path, info)
+                entries.append(entry)
+                if entry.kind == "dir":
+                    waiting.append(path)
                     continue
-            if entry.kind == "file":
-                entry.parts = pack.add(_join(top, path), info)
-    for path in folders:
-        _walk(top, path, entries, first, pack)
+                # Whiteouts share one inode by hard link in newer kernels; as separate nodes they mean the same.
+                if info.st_nlink > 1 and not (stat.S_ISCHR(info.st_mode) and info.st_rdev == 0):
+                    known = first.setdefault((info.st_dev, info.st_ino), path)
+                    if known != path:
+                        entry.kind, entry.link = "hard", known
+                        continue
+                if entry.kind == "file":
+                    entry.parts = pack.add(item.path, info)
 
 
-def _entry(top: bytes, path: bytes, info: os.stat_result) -> Entry:
-    full = _join(top, path)
+def _entry(full: bytes, path: bytes, info: os.stat_result) -> Entry:
     mode = info.st_mode
     kind = "dir" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "link" if stat.S_ISLNK(mode) else "node"
     xattrs: dict[bytes, bytes] = {}
@@ -319,10 +362,10 @@ def _data_stretches(fd: int, size: int) -> list[tuple[int, int]]:
 # ---- unpack ----
 
 
-def _create(top: bytes, entry: Entry, pack: int) -> None:
-    full = _join(top, entry.path)
+def _create(names: _Names, entry: Entry, pack: int) -> None:
+    full = names.full(entry.path)
     if entry.kind == "hard":
-        os.link(_join(top, entry.link), full, follow_symlinks=False)
+        os.link(names.full(entry.link), full, follow_symlinks=False)
         return
     if entry.kind == "dir":
         if entry.path:

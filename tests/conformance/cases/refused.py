@@ -31,7 +31,7 @@ def _mounted(kind: str, source: str = "belayer", options: str = "") -> Callable[
     return make
 
 
-def _docker_exec(*command: str) -> Callable[[Stack, str], Callable[[], None]]:
+def docker_exec(*command: str) -> Callable[[Stack, str], Callable[[], None]]:
     def start(stack: Stack, sandbox_id: str) -> Callable[[], None]:
         client = docker.APIClient(base_url=stack.docker)
         made = client.exec_create(stack.host.info(sandbox_id).container_id, list(command))["Id"]
@@ -155,7 +155,7 @@ KILL = "kill -9 $(cat up); rm -f up; wait 2>/dev/null; true"
 
 CASES = [
     Refusal(
-        ("W2",), "exec in flight", "gvisor issue 11439", "foreign_process", outside=_docker_exec("sleep", "600"),
+        ("W2",), "exec in flight", "gvisor issue 11439", "foreign_process", outside=docker_exec("sleep", "600"),
     ),
     Refusal(
         ("W4",), "orphan that still holds the output of the exec that started it", "podman issue 11911", "outside_peer",
