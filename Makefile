@@ -30,10 +30,11 @@ lint: ## ruff and mypy only
 	@$(PYTHON) -m ruff format --check $(SOURCES)
 	@$(PYTHON) -m mypy
 
-bench: setup ## handover and checkpoint benchmarks; JSON under .cache/bench
+bench: setup ## handover, checkpoint and owner benchmarks; JSON under .cache/bench
 	@mkdir -p .cache/bench
 	$(PYTHON) -m benchmarks.handover --json .cache/bench/handover.json
 	$(PYTHON) -m benchmarks.checkpoint --json .cache/bench/checkpoint.json
+	$(PYTHON) -m benchmarks.owner --json .cache/bench/owner.json
 
 stop: ## stop the Docker Engine that setup started, and sandboxes that a killed run left
 	@setup/stop.sh
