@@ -10,7 +10,9 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -134,6 +136,8 @@ def package_versions() -> dict[str, str]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
+    # Told to stop, a benchmark ends what it started: as an exception, so that every host on the way is taken down.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     out = argparse.ArgumentParser(description=description)
     out.add_argument("--quick", action="store_true", help="few repetitions: a check that it runs, no figures to quote")
     out.add_argument("--json", type=Path, help="write the rows here")

@@ -1,0 +1,115 @@
+"""The bare engine loop: vLLM's EngineCore stepped by hand in one process, nothing around it. Baseline of ``overhead``.
+
+``python -m benchmarks.bare MODEL`` reads lines ``CONCURRENCY TOKENS`` and answers each with tokens per second: that
+many requests at once, each making that many tokens, timed from the first step to the last. None of our code is in it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from belayer.clock import monotonic, wall
+from benchmarks.cold import environment
+
+PROMPT = 32  # tokens; the same here and over the router
+
+
+def prompt(number: int) -> list[int]:
+    """Token ids of request ``number``; no two share a block."""
+    return [1000 + (7919 * (number + 1) + 31 * i) % 20000 for i in range(PROMPT)]
+
+
+class Bare:
+    """The loop in a process of its own, ready when this returns; it takes no CPU between two calls."""
+
+    def __init__(self, model: Path) -> None:
+        self._tmp = tempfile.TemporaryDirectory(prefix="bare-")
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.bare", str(model)],
+            env=environment(self._tmp.name),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.rate(1, 8)  # first use of every kernel
+
+    def rate(self, concurrency: int, tokens: int) -> float:
+        """Tokens per second. Raises RuntimeError when the child has ended."""
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._child.stdin.write(f"{concurrency} {tokens}\n")
+        self._child.stdin.flush()
+        for line in self._child.stdout:
+            if line.startswith("rate "):
+                return float(line.split()[1])
+        raise RuntimeError(f"the bare engine ended with {self._child.wait()}")
+
+    def __enter__(self) -> Bare:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None) -> None:
+        self._child.kill()
+        self._child.wait()
+        self._tmp.cleanup()
+
+
+def _child(model: str) -> None:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.executor.abstract import Executor
+    from vllm.v1.request import Request
+
+    args = EngineArgs(
+        model=model,
+        dtype="float32",
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+        kv_cache_memory_bytes=256 << 20,
+        block_size=32,
+        max_model_len=2048,
+        max_num_batched_tokens=2048,
+        max_num_seqs=64,
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+    )
+    config = args.create_engine_config()
+    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    turn = 0
+    for line in sys.stdin:
+        concurrency, tokens = map(int, line.split())
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        for number in range(concurrency):
+            turn += 1
+            asked = EngineCoreRequest(
+                request_id=f"r{turn}",
+                prompt_token_ids=prompt(turn),
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=wall(),
+                lora_request=None,
+                cache_salt=f"{turn}-{number}",
+                data_parallel_rank=None,
+            )
+            core.add_request(Request.from_engine_core_request(asked, core.request_block_hasher))
+        made, began = 0, monotonic()
+        while core.scheduler.has_unfinished_requests():
+            outputs, _ = core.step()
+            made += sum(len(out.new_token_ids) for each in outputs.values() for out in each.outputs)
+        seconds = monotonic() - began
+        while core.scheduler.has_requests():
+            core.step()
+        if made != concurrency * tokens:
+            raise RuntimeError(f"{made} tokens instead of {concurrency * tokens}")
+        print(f"rate {made / seconds:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    _child(sys.argv[1])
