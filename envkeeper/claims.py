@@ -74,6 +74,10 @@ class Claims:
             self._disk.replace(self._folder / claim.life, msgspec.json.encode(changed))
         return changed
 
+    def spend(self, claim: Claim) -> None:
+        """Its restorer has won. Until this is written (a full disk) the checkpoint stays protected, no more."""
+        self.change(claim, spent=True)
+
     def release(self, claim: Claim) -> None:
         """Give it back: only after what was being made under it has been seen dead."""
         with self.locked():

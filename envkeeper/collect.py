@@ -71,6 +71,8 @@ class Collector:
         while True:
             try:
                 await self._keeper.finish_all()
+                if not await self._keeper.thread(self._keeper.records.refill):
+                    self._keeper.log.error("the disk is full; only what is written already is safe")
                 async with self._one:
                     await self.collect()
             except (BelayerError, OSError) as why:

@@ -5,11 +5,15 @@ the disks that a power cut could leave (only what was synced is certain; the res
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from belayer import statefile
+from belayer.errors import Refused
 
 
 class Disk:
@@ -73,6 +77,17 @@ class Disk:
         self.create(path, data)
         self.sync_file(path)
         self.sync_dir(path.parent)
+
+
+@contextmanager
+def room(what: str) -> Iterator[None]:
+    """A full disk is an expected fault: Refused, saying that ``what`` could not be written."""
+    try:
+        yield
+    except OSError as why:
+        if why.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise Refused(f"{what} could not be written: {why.strerror}", remedy="free disk space below the root") from why
 
 
 def sync_filesystem(path: Path) -> None:

@@ -98,7 +98,9 @@ class Keeper:
             sandbox_id=sandbox_id, state=State.CREATING, incarnation=f"{sandbox_id}.1", lives=1, recipe=recipe
         )
         box = self.boxes[sandbox_id] = Box(record, self.store_of(sandbox_id))
+        born = Birth(incarnation=record.incarnation, sandbox_id=sandbox_id, kind="created", at=round(wall(), 3))
         try:
+            await self.thread(Lineage(box.store.home).add, born)
             pinned = await self.thread(self._pin, recipe, ask.image)
             box.record = msgspec.structs.replace(record, recipe=pinned)
             waiting = self.pool.take(pinned)
@@ -110,8 +112,6 @@ class Keeper:
             await self.finish(box)
             raise
         self.live(box, life, pidfd, link)
-        born = Birth(incarnation=record.incarnation, sandbox_id=sandbox_id, kind="created", at=round(wall(), 3))
-        await self.thread(Lineage(box.store.home).add, born)
         self.go(box, Event.CREATED)
         self.save(box, durable=True)
         return box

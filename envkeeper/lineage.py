@@ -9,6 +9,7 @@ import msgspec
 from belayer import statefile
 from belayer.errors import Refused
 from belayer.messages.sandbox import Birth
+from envkeeper.disk import room
 
 MAX_NOTE = 16 << 10  # bytes of UTF-8
 MAX_NOTES = 64
@@ -33,7 +34,8 @@ class Lineage:
         """An incarnation that is there already (its restore was cut short) is written over."""
         new = {birth.incarnation for birth in births}
         kept = tuple(birth for birth in self.births() if birth.incarnation not in new)
-        statefile.save(self._path, _File(births=(*kept, *births)))
+        with room("the lineage"):
+            statefile.save(self._path, _File(births=(*kept, *births)))
 
     def notes(self) -> tuple[str, ...]:
         """Oldest first; of more than ``MAX_NOTES`` the newest."""

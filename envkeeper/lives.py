@@ -15,6 +15,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from envkeeper.disk import room
+
 IN_SANDBOX = "/run/belayer"
 _NAME_BYTES = 64
 
@@ -29,10 +31,11 @@ class Lives:
     def make(self, incarnation: str, notes: Iterable[str] = ()) -> Path:
         folder = self._root / incarnation
         shutil.rmtree(folder, ignore_errors=True)  # of a restore that failed: nothing is mounted from it any more
-        (folder / "notes").mkdir(parents=True)
-        (folder / "incarnation").write_text(f"{incarnation:<{_NAME_BYTES - 1}}\n")
-        for number, note in enumerate(notes, 1):
-            (folder / "notes" / f"{number:04}").write_text(note)
+        with room(f"the folder of {incarnation}"):
+            (folder / "notes").mkdir(parents=True)
+            (folder / "incarnation").write_text(f"{incarnation:<{_NAME_BYTES - 1}}\n")
+            for number, note in enumerate(notes, 1):
+                (folder / "notes" / f"{number:04}").write_text(note)
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o444)
         return folder

@@ -146,7 +146,7 @@ class Prefixes:
             raise RestoreFailed(f"{record.sandbox_id}: {why}", kept="the checkpoints", remedy=ROOM) from why
         served.phases_ms["fence"] = fenced
         self._serve(box, manifest, served, birth)
-        await keeper.thread(partial(box.store.claims.change, claim, spent=True))
+        keeper.chore(box.store.claims.spend, claim)
         keeper.chore(keeper.host.engine.remove, record.container_id)
         keeper.chore(keeper.lives.remove, record.incarnation)
         total = watch.ms()

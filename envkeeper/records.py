@@ -7,6 +7,8 @@ sandbox exists, which life it is in, that it is lost or destroyed) is written wi
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,8 @@ import msgspec
 from belayer import statefile
 from envkeeper.core import State
 from envkeeper.recipe import Recipe
+
+RESERVE, _SLICE = 4 << 20, 64 << 10
 
 
 class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,14 +42,49 @@ class SandboxRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Records:
-    """One file per sandbox below ``folder``."""
+    """One file per sandbox below ``folder``, and a reserve of ``RESERVE`` bytes: on a full disk the end of an action,
+    or that a sandbox is lost, must still be written; slices of the reserve are given up for that, and taken again."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._reserve = folder, folder / ".reserve"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._whole = self.refill()
 
     def save(self, record: SandboxRecord, *, durable: bool) -> None:
-        statefile.save(self._folder / f"{record.sandbox_id}.msgpack", record, durable=durable)
+        """Raises OSError when even the reserve does not help: the daemon ends, and re-adopts what it can prove."""
+        path = self._folder / f"{record.sandbox_id}.msgpack"
+        while True:
+            try:
+                statefile.save(path, record, durable=durable)
+            except OSError as why:
+                if why.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._give_up_a_slice():
+                    raise
+            else:
+                break
+        if not self._whole:
+            self.refill()
+
+    def _give_up_a_slice(self) -> bool:
+        """Not all at once: others that write eat what is free."""
+        self._whole = False
+        try:
+            size = self._reserve.stat().st_size
+        except FileNotFoundError:
+            return False
+        if size < _SLICE:
+            return False
+        os.truncate(self._reserve, size - _SLICE)
+        return True
+
+    def refill(self) -> bool:
+        """True when the reserve is whole."""
+        with self._reserve.open("ab") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, RESERVE)
+            except OSError:  # still full
+                return False
+        self._whole = True
+        return True
 
     def load_all(self) -> list[SandboxRecord]:
         """Raises StateDamaged naming the file."""

@@ -98,7 +98,7 @@ class Scene:
         if kind == "restore":
             self.kill_container()
         self.points.arm(point)
-        asking = Asking(sock, *asks[kind])
+        asking = Asking(sock, *asks[kind], lambda: self.host.process.poll() is None)
         self.points.wait(point, self.host.process.pid)
         return asking
 

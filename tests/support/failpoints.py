@@ -49,17 +49,19 @@ def stopped(pid: int) -> bool:
 class Asking:
     """One request in a thread of its own, which may never be answered."""
 
-    def __init__(self, sock: Path, ask: msgspec.Struct, reply: type[msgspec.Struct]) -> None:
+    def __init__(
+        self, sock: Path, ask: msgspec.Struct, reply: type[msgspec.Struct], alive: Callable[[], bool] = lambda: True
+    ) -> None:
         self.answer: msgspec.Struct | None = None
         self.failed: BelayerError | None = None
-        self._sock, self._over = sock, threading.Event()
+        self._sock, self._over, self._alive = sock, threading.Event(), alive
         self._thread = threading.Thread(target=self._run, args=(ask, reply))
         self._thread.start()
 
     def _run(self, ask: msgspec.Struct, reply: type[msgspec.Struct]) -> None:
         client = SyncClient(self._sock)
         try:
-            self.answer = client.call(ask, reply, 120.0, lambda: not self._over.is_set())
+            self.answer = client.call(ask, reply, 120.0, lambda: self._alive() and not self._over.is_set())
         except BelayerError as why:
             self.failed = why
         finally:

@@ -1,0 +1,168 @@
+"""The disk fills up at each phase (promise E2): everything of Belayer's lies on it, a failure has a name, READY is the
+old or the new one, the sandbox goes on or is lost and comes back once there is room. Nothing ends the daemon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from belayer.errors import BelayerError
+from belayer.messages.sandbox import CheckpointInfo, ExecAction, FullCheckpoint, FullRestore, Observation, RestoreInfo
+from belayer.sandbox import Sandbox
+from envkeeper.failpoints import Point
+from envkeeper.store import Store
+from tests.support.envhost import EnvHost
+from tests.support.failpoints import Asking, Failpoints
+from tests.support.wait import eventually
+
+pytestmark = pytest.mark.docker
+
+CHECKPOINT = [
+    *(Point.CAPTURE_BEGUN, Point.CAPTURE_COPYING, Point.CAPTURE_COPIED, Point.CAPTURE_THAWED),
+    *(Point.PUBLISH_HASHED, Point.PUBLISH_MANIFEST, Point.PUBLISH_NAMED),
+]
+RESTORE = [
+    Point.RESTORE_CLAIMED,
+    Point.RESTORE_FENCED,
+    Point.RESTORE_INSTALLED,
+    Point.RESTORE_PROVED,
+    Point.RESTORE_POINTED,
+]
+
+
+class Scene:
+    def __init__(self, root: Path, host: EnvHost, points: Failpoints) -> None:
+        self.root, self.host, self.points = root, host, points
+        self.box = host.create(name="box")
+        self.box.exec("X=1; head -c 2000000 /dev/urandom > /data; sha256sum /data > /sum")
+        self.box.checkpoint()
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Not a byte is left."""
+        balloon = self.root / "balloon"
+        with balloon.open("wb") as file:
+            for size in (1 << 20, 4096):
+                with pytest.raises(OSError, match="No space left"):
+                    _write_for_ever(file.fileno(), bytes(size))
+        assert os.statvfs(self.root).f_bavail == 0
+        try:
+            yield
+        finally:
+            balloon.unlink()
+
+    def ready(self) -> str:
+        pointer = Store(self.host.paths.checkpoints, "box").ready()
+        assert pointer is not None
+        return pointer.checkpoint_id
+
+    def state(self) -> str:
+        return self.host.info("box").state
+
+    def ask(self, point: Point, ask: msgspec.Struct, reply: type[msgspec.Struct]) -> Asking:
+        self.points.arm(point)
+        asking = Asking(self.host.paths.envkeeper_sock, ask, reply, lambda: self.host.process.poll() is None)
+        pid = self.host.process.pid
+        self.points.wait(point, pid)
+        with self.full():
+            os.kill(pid, signal.SIGCONT)
+            asking.end(dead=False)
+        self.points.clear()
+        assert self.host.process.poll() is None, (self.root / "envkeeper.log").read_text()[-2000:]
+        return asking
+
+    def recover(self) -> None:
+        """With room again: alive or restored, and another checkpoint is made."""
+        self.box.close()
+        self.box = Sandbox.attach("box", paths=self.host.paths)
+        if self.state() == "lost":
+            self.box.restore()
+        assert self.box.exec('echo "$X"; sha256sum -c /sum').stdout == "1\n/data: OK\n"
+        before = self.ready()
+        self.box.checkpoint()
+        assert self.ready() != before
+        home = self.host.paths.checkpoints
+        assert list((home / "box" / "tmp").iterdir()) == []
+        assert [path for path in (home / ".restores").iterdir() if path.is_dir()] == []
+        eventually(lambda: len(self.host.containers()) == 1, what="one container is left")
+
+
+def _write_for_ever(fd: int, data: bytes) -> None:
+    while True:
+        os.write(fd, data)
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        root = Path(folder) / "full"
+        root.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "belayer-test", root], check=True)
+        try:
+            (root / "envkeeper.log").symlink_to(Path(folder) / "log")  # a daemon's log goes to journald, not here
+            points = Failpoints(root / "points")
+            host = EnvHost.start(root, "keep_checkpoints = 2\n", env=points.env)
+            try:
+                yield Scene(root, host, points)
+            finally:
+                host.stop()
+        finally:
+            subprocess.run(["umount", "-l", root], check=True)
+
+
+@pytest.mark.parametrize("point", CHECKPOINT)
+def test_in_a_checkpoint(scene: Scene, point: Point) -> None:
+    before, box = scene.ready(), scene.box
+    ask = FullCheckpoint(sandbox_id="box", incarnation=box.incarnation, boundary=box.boundary, context_digest="L")
+    asking = scene.ask(point, ask, CheckpointInfo)
+    assert scene.state() == "running"
+    if asking.answer is None:
+        assert isinstance(asking.failed, BelayerError)
+        assert "pace" in str(asking.failed), asking.failed
+        assert scene.ready() == before
+    else:
+        assert scene.ready() != before, "nothing was left to write"
+    scene.recover()
+
+
+@pytest.mark.parametrize("point", RESTORE)
+def test_in_a_restore(scene: Scene, point: Point) -> None:
+    before = scene.ready()
+    assert "dead" in scene.box.kill().seen
+    eventually(lambda: scene.state() == "lost", what="the death is seen")
+    asking = scene.ask(point, FullRestore(sandbox_id="box"), RestoreInfo)
+    if asking.answer is None:
+        assert isinstance(asking.failed, BelayerError)
+        assert "pace" in str(asking.failed), asking.failed
+        assert scene.state() == "lost"
+    else:
+        assert scene.state() == "running"
+    assert scene.ready() == before
+    scene.recover()
+
+
+def test_an_action_is_recorded_from_the_reserve(scene: Scene) -> None:
+    box = scene.box
+    ask = ExecAction(sandbox_id="box", incarnation=box.incarnation, boundary=box.boundary, command="echo out; X=1")
+    asking = scene.ask(Point.ACTION_ENDED, ask, Observation)
+    assert isinstance(asking.answer, Observation), asking.failed
+    assert asking.answer.stdout == "out\n"
+    scene.host.kill()
+    scene.host.restart()
+    assert scene.host.info("box").boundary == asking.answer.boundary
+    scene.recover()
+
+
+def test_a_new_sandbox_is_refused_and_nothing_is_left_of_it(scene: Scene) -> None:
+    with scene.full(), pytest.raises(BelayerError, match="pace"):
+        scene.host.create(name="another")
+    assert scene.host.listed() == ["box"]
+    scene.recover()
