@@ -27,13 +27,24 @@ def find(init: int, tasks: Sequence[Task]) -> list[Finding]:
         if (other := _holder_outside(link, inside))
     ]
     net = Path(f"/proc/{init}/net")
-    tables = [net / name for name in ("tcp", "tcp6") if (net / name).exists()]  # no IPv6: no table
+    tables = [net / name for name, stat in (("tcp", "sockstat"), ("tcp6", "sockstat6")) if _in_use(net / stat)]
     out += [
         Finding("outside_peer", f"a TCP connection to {peer}, outside of the sandbox: close it first")
         for table in tables
         for peer in outside_connections(table.read_text(), lambda: _own_addresses(net))
     ]
     return out + _queues(init)
+
+
+def _in_use(stat: Path) -> bool:
+    """Whether a namespace has any TCP socket. Asked first, because the tables walk the sockets of the whole host:
+    18 milliseconds of every freeze here. No file: no IPv6."""
+    try:
+        rows = stat.read_text().splitlines()
+    except FileNotFoundError:
+        return False
+    counts = [row.split() for row in rows if row.startswith("TCP")]
+    return not counts or any(int(row[2]) for row in counts)
 
 
 def outside_connections(table: str, own: Callable[[], Collection[Address]]) -> list[str]:

@@ -35,6 +35,7 @@ from envkeeper.seal import Seal
 
 MANIFEST, READY = "manifest.json", "READY"
 FORMAT = 1
+_LARGE = 1 << 20  # bytes; from here on a file is worth a thread of its own
 ANCESTORS = 64
 Step = Callable[[str], None]
 
@@ -322,22 +323,37 @@ class Store:
 
 
 def hash_tree(folder: Path, at_once: int = os.cpu_count() or 1) -> dict[str, FileDigest]:
-    """sha256 of every regular file below ``folder`` by relative name; ``at_once`` of them side by side in threads."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-    names = [str(path.relative_to(folder)) for path in paths]
-    if sum(path.stat().st_size for path in paths) < 4 << 20:
-        return dict(zip(names, map(_hash_file, paths), strict=True))
-    with ThreadPoolExecutor(max_workers=at_once) as pool:
-        return dict(zip(names, pool.map(_hash_file, paths), strict=True))
+    """sha256 of every regular file below ``folder`` by relative name. Large ones ``at_once`` side by side in threads;
+    for the forty small images of a checkpoint threads and Path objects would cost more than the hashing."""
+    if not folder.is_dir():
+        return {}
+    names = sorted(name for name, entry in _below(os.fspath(folder)) if entry.is_file(follow_symlinks=False))
+    large = {name for name in names if os.path.getsize(os.path.join(folder, name)) >= _LARGE}
+    found = {name: _hash_file(os.path.join(folder, name)) for name in names if name not in large}
+    if large:
+        with ThreadPoolExecutor(max_workers=at_once) as pool:
+            paths = {name: os.path.join(folder, name) for name in large}
+            found |= dict(zip(paths, pool.map(_hash_file, paths.values()), strict=True))
+    return {name: found[name] for name in names}
 
 
-def _hash_file(path: Path) -> FileDigest:
-    with path.open("rb") as file:
+def _below(top: str, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """(relative name, entry) of everything below ``top``; links are not followed."""
+    with os.scandir(os.path.join(top, prefix)) as listing:
+        for entry in listing:
+            name = f"{prefix}{entry.name}"
+            yield name, entry
+            if entry.is_dir(follow_symlinks=False):
+                yield from _below(top, f"{name}/")
+
+
+def _hash_file(path: str) -> FileDigest:
+    with open(path, "rb", buffering=0) as file:
         digest = hashlib.file_digest(file, "sha256")
         return FileDigest(size=os.fstat(file.fileno()).st_size, sha256=digest.hexdigest())
 
 
 def _close_to_others(folder: Path) -> None:
     """0700 and 0600: the images hold all memory of the sandbox."""
-    for path in folder.rglob("*"):
-        path.chmod(0o700 if path.is_dir() else 0o600)
+    for name, entry in _below(os.fspath(folder)):
+        os.chmod(os.path.join(folder, name), 0o700 if entry.is_dir(follow_symlinks=False) else 0o600)

@@ -21,6 +21,7 @@ import os
 import stat
 import struct
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -428,7 +429,7 @@ def _read_all(fd: int, size: int, path: bytes) -> bytes:
     return data
 
 
-def _write_all(fd: int, data: bytes, at: int) -> None:
+def _write_all(fd: int, data: bytes | memoryview, at: int) -> None:
     view = memoryview(data)
     while view:
         done = os.pwrite(fd, view, at)
@@ -436,16 +437,25 @@ def _write_all(fd: int, data: bytes, at: int) -> None:
 
 
 def _copy(source: int, start: int, target: int, at: int, size: int, path: bytes) -> None:
-    """In the kernel (copy_file_range(2)); by hand between file systems that cannot."""
+    """Through one buffer: where blocks cannot be shared, copy_file_range(2) goes page by page and costs a third more,
+    and space that is asked for at once is found at once."""
+    if size >= len(_buffer()):
+        os.posix_fallocate(target, at, size)
     while size:
-        try:
-            done = os.copy_file_range(source, target, size, start, at)
-        except OSError as why:
-            if why.errno not in _NO_REFLINK:
-                raise
-            data = os.pread(source, min(size, 1 << 20), start)
-            _write_all(target, data, at)
-            done = len(data)
+        part = _buffer()[: min(size, len(_buffer()))]
+        done = os.preadv(source, [part], start)
         if done == 0:
             raise CheckpointIncomplete(f"{path!r} is {size} bytes shorter than it was")
+        _write_all(target, part[:done], at)
         start, at, size = start + done, at + done, size - done
+
+
+_local = threading.local()
+
+
+def _buffer() -> memoryview:
+    """1 MiB, of this thread."""
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(1 << 20))
+    found: memoryview = _local.buffer
+    return found
