@@ -76,6 +76,14 @@ class Engine:
             "data_root": info.get("DockerRootDir", ""),
         }
 
+    def image_id(self, name: str) -> str:
+        """Content id of the image that has this name now, "" when none has."""
+        with self._names_faults():
+            try:
+                return str(self._client().inspect_image(name)["Id"])
+            except docker.errors.ImageNotFound:
+                return ""
+
     def pin(self, image: str) -> tuple[str, str]:
         """(content id of ``image``, the user that it names). Raises HostUnfit when it is not here, or when what it
         asks for cannot be checkpointed (volumes live outside of the upper layer). Its health check, entry point and

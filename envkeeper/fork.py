@@ -23,7 +23,7 @@ from envkeeper.backend import Backend
 from envkeeper.core import Event, State
 from envkeeper.keeper import Box, Keeper
 from envkeeper.lineage import Lineage, check_note
-from envkeeper.prefix import ROOM, Back
+from envkeeper.prefix import ROOM, Back, aftermath_of
 from envkeeper.records import SandboxRecord
 from envkeeper.store import Manifest, Store
 
@@ -136,7 +136,8 @@ class Forks:
         box.record = msgspec.structs.replace(box.record, making="")
         keeper.go(box, Event.CREATED, back.proof)
         await keeper.thread(partial(keeper.save, box, durable=True))
-        return Back(manifest, back, (f"{manifest.checkpoint_id}: restored",), notes, watch.ms())
+        aftermath = await keeper.thread(aftermath_of, keeper.host.engine, manifest, record)
+        return Back(manifest, back, (f"{manifest.checkpoint_id}: restored",), notes, watch.ms(), aftermath)
 
     def _making(self, box: Box, container_id: str) -> None:
         box.record = msgspec.structs.replace(box.record, making=container_id)

@@ -265,8 +265,9 @@ class Keeper:
         )
 
     def _pin(self, recipe: Recipe, image: str) -> Recipe:
-        image_id, user = self.host.engine.pin(image or self.config.image)
-        return msgspec.structs.replace(recipe, image_id=image_id, user=recipe.user or user)
+        name = image or self.config.image
+        image_id, user = self.host.engine.pin(name)
+        return msgspec.structs.replace(recipe, image=name, image_id=image_id, user=recipe.user or user)
 
     async def fill_pool(self) -> None:
         """Begin to keep the pool full. Raises HostUnfit."""

@@ -19,6 +19,7 @@ import msgspec
 from belayer.clock import Stopwatch, wall
 from belayer.errors import BelayerError, CheckpointRefused, ClaimTaken, HostUnfit, RestoreFailed, SandboxLost
 from belayer.messages.sandbox import Birth, FullCheckpoint, FullRestore
+from envkeeper.aftermath import Aftermath, judge
 from envkeeper.backend import Backend, containers
 from envkeeper.checkpoint import Draft, Subject
 from envkeeper.claims import Claim
@@ -44,6 +45,20 @@ class Back:
     notes: tuple[str, ...]
     total_ms: float
 
+    aftermath: Aftermath
+
+
+def aftermath_of(engine: Engine, manifest: Manifest | None, before: SandboxRecord) -> Aftermath:
+    """Blocking. ``before``: what was lost, or forked. An image has no instant at which it was captured."""
+    recipe, now = manifest.recipe if manifest else before.recipe, wall()
+    return judge(
+        recipe,
+        captured_at=manifest.made_at if manifest else now,
+        boundary=manifest.boundary if manifest else 0,
+        lost_at=before.boundary,
+        now=now,
+        image_now=engine.image_id(recipe.image) if recipe.image else "",
+    )
 
 class Prefixes:
     """Checkpoints and restores of the keeper's boxes. ``backend`` is swept by ``adopt`` at start."""
@@ -150,8 +165,11 @@ class Prefixes:
         keeper.chore(keeper.host.engine.remove, record.container_id)
         keeper.chore(keeper.lives.remove, record.incarnation)
         total = watch.ms()
+        aftermath = await keeper.thread(aftermath_of, keeper.host.engine, manifest, record)
+        for words in aftermath.stale:
+            keeper.log.warning("stale after a restore", sandbox=record.sandbox_id, what=words)
         keeper.story.restored(box.record, served.phases_ms, trial.path, total)
-        return box, Back(manifest, served, trial.path, notes, total)
+        return box, Back(manifest, served, trial.path, notes, total, aftermath)
 
     def _move_ready(self, box: Box, manifest: Manifest | None) -> None:
         """In a thread."""

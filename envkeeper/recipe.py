@@ -19,4 +19,5 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""  # of its actions where they name none; PID 1 itself is root
     allow: tuple[str, ...] = ()  # egress, as envkeeper.network reads it; () is no network at all
     labels: tuple[tuple[str, str], ...] = ()
+    image: str = ""  # the name that it was asked by; ``image_id`` is what counts
     disk_mb: int = 0  # what the upper layer may hold; 0: no limit

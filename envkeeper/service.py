@@ -105,6 +105,8 @@ def restore_info(box: Box, back: Back) -> m.RestoreInfo:
         proof=restored.proof,
         path=back.path,
         notes=back.notes,
+        clock_gap_s=back.aftermath.clock_gap_s,
+        stale=back.aftermath.stale,
     )
 
 

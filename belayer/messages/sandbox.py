@@ -194,7 +194,9 @@ class FullRestore(Message, frozen=True, kw_only=True, tag=True):
 class RestoreInfo(Message, frozen=True, kw_only=True, tag=True):
     """``context_digest`` is that of the L_k that belongs to the restored E_k ("" at boundary 0 of the image);
     ``checkpoint_id`` is what was really restored, "" for the image; ``proof`` says what was compared; ``path`` names
-    every step that was tried, the last of which succeeded; ``notes``: of abandoned attempts, oldest first."""
+    every step that was tried, the last of which succeeded; ``notes``: of abandoned attempts, oldest first.
+    ``clock_gap_s``: what the wall clock jumped; ``stale``: ``kind: sentence`` of what lies outside of the checkpoint
+    and is another now (expired_credential, changed_image, outside_effects)."""
 
     sandbox_id: str
     incarnation: str
@@ -207,6 +209,8 @@ class RestoreInfo(Message, frozen=True, kw_only=True, tag=True):
     proof: str = ""
     path: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    clock_gap_s: float = 0.0
+    stale: tuple[str, ...] = ()
 
 
 class ForkSandbox(Message, frozen=True, kw_only=True, tag=True):

@@ -137,26 +137,26 @@ def test_writes_through_a_mapping_are_in_the_copy(tmp_path: Path) -> None:
 
 
 def test_a_tree_deeper_than_a_path_may_be_long(tmp_path: Path) -> None:
-    """Fifteen hundred folders, with a file and a hard link at both ends, and siblings on the way down."""
+    """Six hundred folders, with a file and a hard link at both ends, and siblings on the way down."""
     source, folder, target = tmp_path / "a", tmp_path / "b", tmp_path / "c"
     for path in (source, folder, target):
         path.mkdir()
     (source / "top").write_text("top")
     at = os.open(source, os.O_RDONLY)
-    for level in range(1500):
-        for name in ("ddd", "eee") if level % 500 == 499 else ("ddd",):
+    for level in range(600):
+        for name in ("d" * 9, "eee") if level % 200 == 199 else ("d" * 9,):
             os.mkdir(name, dir_fd=at)
-        below = os.open("ddd", os.O_RDONLY, dir_fd=at)
+        below = os.open("d" * 9, os.O_RDONLY, dir_fd=at)
         os.close(at)
         at = below
     os.close(os.open("bottom", os.O_CREAT | os.O_WRONLY, 0o640, dir_fd=at))
     os.link(source / "top", "linked", dst_dir_fd=at)
     os.close(at)
     upper.write_index(upper.capture(source, folder), folder)
-    assert upper.unpack(folder, target) == len(upper.read_index(folder)) == 1500 + 3 + 4
+    assert upper.unpack(folder, target) == len(upper.read_index(folder)) == 600 + 3 + 4
     at = os.open(target, os.O_RDONLY)
-    for _ in range(1500):
-        below = os.open("ddd", os.O_RDONLY, dir_fd=at)
+    for _ in range(600):
+        below = os.open("d" * 9, os.O_RDONLY, dir_fd=at)
         os.close(at)
         at = below
     assert sorted(os.listdir(at)) == ["bottom", "linked"]
