@@ -8,7 +8,6 @@ removed by its label at the next start, and a daemon that ends takes them along.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,6 +45,7 @@ class Pool:
         self._size, self._thread, self._make, self._drop, self._log = size, thread, make, drop, log
         self._waiting: deque[Waiting] = deque()
         self._wanted = asyncio.Event()
+        self._ends: set[asyncio.Future[None]] = set()  # of those that had died
         self._task: asyncio.Task[None] | None = None
         self._recipe: Recipe | None = None
 
@@ -63,7 +63,8 @@ class Pool:
         while recipe == self._recipe and self._waiting and found is None:
             found = self._waiting.popleft()
             if is_dead(found.pidfd):
-                self._thread_later(found)
+                self._log.warning("a waiting sandbox had died", container=found.life.container_id[:12])
+                self._ends.add(asyncio.ensure_future(self._thread(self._drop, found)))
                 found = None
         self._wanted.set()
         return found
@@ -74,10 +75,7 @@ class Pool:
             await asyncio.gather(self._task, return_exceptions=True)
         while self._waiting:
             await self._thread(self._drop, self._waiting.popleft())
-
-    def _thread_later(self, dead: Waiting) -> None:
-        self._log.warning("a waiting sandbox had died", container=dead.life.container_id[:12])
-        os.close(dead.pidfd)  # its container is removed by label at the next start
+        await asyncio.gather(*self._ends, return_exceptions=True)
 
     async def _refill(self, hurried: Callable[[], bool]) -> None:
         assert self._recipe is not None

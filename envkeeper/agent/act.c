@@ -195,7 +195,7 @@ void stop_action(struct conn *c, const uint8_t *body, size_t n) {
 
 /* Holds the action's streams for a shell of another user: only a process of that user may open them by path, and only
    such a one may put the mark on the shell. */
-static pid_t usher(const struct who *w, const struct act *a, pid_t shell, uint64_t number) {
+static pid_t usher(const struct who *w, const struct act *a, pid_t shell) {
     int ready[2];
     char c;
     if (pipe2(ready, O_CLOEXEC)) return -1;
@@ -207,7 +207,7 @@ static pid_t usher(const struct who *w, const struct act *a, pid_t shell, uint64
             if (fd != a->stream[0].writer && fd != a->stream[1].writer && fd != a->input && fd != ready[1]) close(fd);
         if (become(w)) _exit(1);
         prctl(PR_SET_DUMPABLE, 1, 0, 0, 0);                 /* a change of user takes it away, and /proc/<pid>/fd with it */
-        mark(shell, number);
+        if (shell && mark(shell, a->number)) _exit(1);
         sigemptyset(&none);
         sigprocmask(SIG_SETMASK, &none, NULL);
         (void)!write(ready[1], "r", 1);
@@ -235,6 +235,7 @@ static void run_directly(struct act *a, const struct who *w, const struct ask *q
     int in = a->input >= 0 ? a->input : open("/dev/null", O_RDONLY);
     environ = environment(w, q->env, q->env_len);
     setsid();
+    expendable();
     mark(0, a->number);
     sigemptyset(&none);
     signal(SIGPIPE, SIG_DFL);
@@ -278,24 +279,27 @@ void start_action(struct conn *c, uint8_t *body, size_t n) {
     struct who w;
     struct session *s = NULL;
     struct act *a = free_act();
+    pid_t before = 0;                                       /* the shell, when it is to be marked: a new one marks itself */
     const char *why = NULL;
     if (parse(&q, body, n)) { refuse(c, "short action request"); return; }
     if (!a) { refuse(c, "too many actions in flight"); return; }
     if (!q.direct && !(s = session_for(q.session, &why))) { refuse(c, why); return; }
     if (s && s->act) { refuse(c, "busy: an action is in flight"); return; }
-    if ((why = find_user(q.user, &w)) || (s && (why = open_session(s, &w, q.user)))) { refuse(c, why); return; }
+    if (s) before = s->shell;
+    if ((why = find_user(q.user, &w)) || (s && (why = open_session(s, &w, q.user, q.number)))) { refuse(c, why); return; }
     if (open_streams(a, &w, &q)) { refuse(c, "no streams for the action: too many open descriptors, or no memory"); return; }
     a->number = q.number;
     a->head = q.cap - q.cap / 2;
     a->tail_cap = q.cap / 2;
     a->started = now_ms();
     a->deadline = q.timeout ? a->started + q.timeout : 0;
-    if (s && w.uid) a->usher = usher(&w, a, s->shell, q.number);
-    else if (s) mark(s->shell, q.number);
-    else if ((a->pid = fork()) == 0) run_directly(a, &w, &q);
+    if (s && w.uid) a->usher = usher(&w, a, before);
+    else if (s && before && mark(before, q.number)) a->usher = -1;
+    else if (!s && (a->pid = fork()) == 0) run_directly(a, &w, &q);
     if (a->usher < 0 || a->pid < 0) {
         close_streams(a);
-        refuse(c, "no process for the action: the limit of processes is reached");
+        refuse(c, s ? "the session cannot be told apart (its shell changed its user or its limits), or no process is left"
+                    : "no process for the action: the limit of processes is reached");
         return;
     }
     a->used = 1;

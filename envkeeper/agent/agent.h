@@ -104,7 +104,8 @@ void refuse(struct conn *c, const char *why);
 void bury_conns(void);
 
 /* proc.c */
-void mark(pid_t pid, uint64_t number);
+void expendable(void);
+int mark(pid_t pid, uint64_t number);
 int kill_marked(uint64_t number);
 
 /* user.c */
@@ -114,7 +115,7 @@ char **environment(const struct who *w, const char *extra, uint32_t extra_len);
 
 /* session.c */
 struct session *session_for(const char *name, const char **why);
-const char *open_session(struct session *s, const struct who *w, const char *user);
+const char *open_session(struct session *s, const struct who *w, const char *user, uint64_t number);
 void tell_shell(struct session *s, const struct act *a, const struct ask *q);
 void feed_shell(struct session *s);
 void read_ctl(struct session *s);

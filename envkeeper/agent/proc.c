@@ -33,11 +33,20 @@ static ssize_t slurp(const char *dir, pid_t pid, const char *name, char *into, s
     return n;
 }
 
-void mark(pid_t pid, uint64_t number) {
+/* When the sandbox runs out of memory the kernel shall take what it runs, not PID 1: with that, all would be lost. On a
+   host that runs out, a sandbox goes before an engine. Raising it needs no right, and children inherit it. */
+void expendable(void) {
+    int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+    if (fd < 0) return;
+    (void)!write(fd, "500", 3);
+    close(fd);
+}
+
+int mark(pid_t pid, uint64_t number) {
     struct rlimit now;
-    if (prlimit(pid, RLIMIT_LOCKS, NULL, &now)) return;
+    if (prlimit(pid, RLIMIT_LOCKS, NULL, &now)) return -1;
     now.rlim_cur = MARK | (number & (MARK - 1));
-    if (now.rlim_cur <= now.rlim_max) prlimit(pid, RLIMIT_LOCKS, &now, NULL);
+    return now.rlim_cur <= now.rlim_max ? prlimit(pid, RLIMIT_LOCKS, &now, NULL) : -1;
 }
 
 static int look(pid_t pid, struct row *r) {

@@ -42,7 +42,7 @@ struct session *session_for(const char *name, const char **why) {
     return idle;
 }
 
-static void run_shell(struct session *s, const struct who *w, const char *shell, int in, int ctl) {
+static void run_shell(struct session *s, const struct who *w, const char *shell, int in, int ctl, uint64_t number) {
     sigset_t none;
     char **env = environment(w, NULL, 0);
     int null = open("/dev/null", O_RDWR);
@@ -50,6 +50,8 @@ static void run_shell(struct session *s, const struct who *w, const char *shell,
     sigprocmask(SIG_SETMASK, &none, NULL);
     signal(SIGPIPE, SIG_DFL);
     setsid();
+    expendable();
+    mark(0, number);                                        /* before it is another user's, when nobody else may */
     /* above CTL_FD first, so that no dup2 overwrites an end that is still needed */
     in = fcntl(in, F_DUPFD_CLOEXEC, 20);
     ctl = fcntl(ctl, F_DUPFD_CLOEXEC, 20);
@@ -63,7 +65,7 @@ static void run_shell(struct session *s, const struct who *w, const char *shell,
 }
 
 /* Returns NULL, or why there is no shell. */
-const char *open_session(struct session *s, const struct who *w, const char *user) {
+const char *open_session(struct session *s, const struct who *w, const char *user, uint64_t number) {
     int in[2], ctl[2];
     const char *shell = find_shell();
     if (s->shell) return strcmp(s->user, user) && s->uid != w->uid ? "the session belongs to another user" : NULL;
@@ -71,7 +73,7 @@ const char *open_session(struct session *s, const struct who *w, const char *use
     if (pipe2(in, O_CLOEXEC)) return "no pipe for the session: too many open descriptors";
     if (pipe2(ctl, O_CLOEXEC)) { close(in[0]); close(in[1]); return "no pipe for the session: too many open descriptors"; }
     pid_t pid = fork();
-    if (pid == 0) run_shell(s, w, shell, in[0], ctl[1]);
+    if (pid == 0) run_shell(s, w, shell, in[0], ctl[1], number);
     close(in[0]); close(ctl[1]);
     if (pid < 0) { close(in[1]); close(ctl[0]); return "no process for the session: the limit of processes is reached"; }
     fcntl(in[1], F_SETFL, O_NONBLOCK);

@@ -104,6 +104,13 @@ def test_a_session_keeps_its_user_while_its_shell_lives(shared: Sandbox) -> None
     assert shared.exec("id -un", session="u", user="root").stdout == "root\n"
 
 
+def test_a_shell_that_cannot_be_marked_is_refused_and_not_let_loose(shared: Sandbox) -> None:
+    """What it starts could not be told from what others have left behind, so no timeout would find it."""
+    shared.exec("ulimit -x 5", session="odd")
+    with pytest.raises(Refused, match="cannot be told apart"):
+        shared.exec("sleep 70", session="odd", timeout_s=0.2)
+
+
 def test_sessions_are_bounded_and_one_that_ended_makes_room(shared: Sandbox) -> None:
     opened, said = list[str](), ""
     while not said:
@@ -223,6 +230,18 @@ def test_a_fork_bomb_ends_with_its_action(box: Sandbox) -> None:
     assert box.exec("echo usable").stdout == "usable\n"
 
 
+def test_memory_that_runs_out_costs_the_action_and_not_the_sandbox(host: EnvHost) -> None:
+    box = host.create(memory_mb=64)
+    try:
+        assert box.exec("python3 -c 'x = bytearray(200 << 20)'").exit_code == 137
+        many = "import os\nfor _ in range(4): os.fork()\nx = bytearray(8 << 20)\nx[::4096] = b'x' * 2048\nos.wait()"
+        seen = box.exec(f'python3 -c "{many}"', timeout_s=5)
+        assert seen.usage.sandbox_peak_bytes in (0, 64 << 20)  # the limit was reached, where the kernel tells
+        assert box.exec("echo on").stdout == "on\n"
+    finally:
+        end(box)
+
+
 def test_a_direct_program_that_hangs_is_killed_with_its_children(box: Sandbox) -> None:
     seen = box.exec(["sh", "-c", "setsid sleep 71 & sleep 70"], timeout_s=0.5)
     assert (seen.exit_code, seen.timed_out, seen.session_ended) == (124, True, False)
@@ -309,7 +328,7 @@ def test_an_empty_image_is_enough(host: EnvHost, empty: str, probe: Path) -> Non
         assert (seen.stdout, seen.stderr, seen.exit_code) == ("7 / v in\n", "err\n", 3)
         again(box)
         assert box.exec(["/bin/probe"]).stdout == "0 / - \n"
-        before = int(host_read(box, "/n"))
+        before = eventually(lambda: int(host_read(box, "/n") or 0), what="it counts", every=0.01)
         eventually(lambda: int(host_read(box, "/n") or 0) > before, what="the service goes on", every=0.01)
     finally:
         end(box)
