@@ -167,11 +167,11 @@ def _lockers() -> set[int]:
 
 
 def _read(pid: int, *, locks: bool) -> Task | None:
-    base = Path("/proc") / str(pid)
+    base = f"/proc/{pid}"  # strings: Path objects cost as much as the reads, and all of this is frozen time
     try:
-        stat = (base / "stat").read_text()
-        status = (base / "status").read_text()
-        waits = (base / "wchan").read_text()
+        stat = _text(f"{base}/stat")
+        status = _text(f"{base}/status")
+        waits = _text(f"{base}/wchan")
         mapped = _mapped(base) if locks else frozenset()
     except (FileNotFoundError, ProcessLookupError):
         return None
@@ -186,28 +186,33 @@ def _read(pid: int, *, locks: bool) -> Task | None:
         name=name,
         tracer=int(rows.get("TracerPid", "0")),
         descriptors=_descriptors(base, locks=locks),
-        spaces=tuple(_link(base / "ns" / kind) for kind in _NAMESPACES),
+        spaces=tuple(_link(f"{base}/ns/{kind}") for kind in _NAMESPACES),
         uids=tuple(int(uid) for uid in rows.get("Uid", "0").split()),
         mapped=mapped,
     )
 
 
-def _mapped(base: Path) -> frozenset[str]:
-    rows = (row.split(None, 5) for row in (base / "maps").read_text(errors="surrogateescape").splitlines())
+def _text(path: str) -> str:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall().decode(errors="surrogateescape")
+
+
+def _mapped(base: str) -> frozenset[str]:
+    rows = (row.split(None, 5) for row in _text(f"{base}/maps").splitlines())
     return frozenset(row[5] for row in rows if len(row) > 5 and row[5].startswith("/"))
 
 
-def _descriptors(base: Path, *, locks: bool) -> tuple[Descriptor, ...]:
+def _descriptors(base: str, *, locks: bool) -> tuple[Descriptor, ...]:
     """All but plain open files, which CRIU carries: unless they are deleted and alive, or locked."""
     try:
-        names = os.listdir(base / "fd")
+        names = os.listdir(f"{base}/fd")
     except (FileNotFoundError, ProcessLookupError):
         return ()
     return tuple(found for name in names if (found := _descriptor(base, name, locks=locks)) is not None)
 
 
-def _descriptor(base: Path, name: str, *, locks: bool) -> Descriptor | None:
-    link = _link(base / "fd" / name)
+def _descriptor(base: str, name: str, *, locks: bool) -> Descriptor | None:
+    link = _link(f"{base}/fd/{name}")
     if link.startswith("pipe:"):
         return Descriptor(int(name), link, flags=int(_info(base, name, "flags") or "0", 8))
     if not link.startswith("/"):
@@ -219,22 +224,22 @@ def _descriptor(base: Path, name: str, *, locks: bool) -> Descriptor | None:
     return None
 
 
-def _has_links(base: Path, name: str) -> bool:
+def _has_links(base: str, name: str) -> bool:
     try:
-        return os.stat(base / "fd" / name).st_nlink > 0
+        return os.stat(f"{base}/fd/{name}").st_nlink > 0
     except OSError:  # the process ended in this moment
         return False
 
 
-def _info(base: Path, name: str, key: str) -> str:
+def _info(base: str, name: str, key: str) -> str:
     try:
-        rows = (base / "fdinfo" / name).read_text().splitlines()
+        rows = _text(f"{base}/fdinfo/{name}").splitlines()
     except OSError:
         return ""
     return " ".join(row.split(":", 1)[1].strip() for row in rows if row.startswith(f"{key}:"))
 
 
-def _link(path: Path) -> str:
+def _link(path: str) -> str:
     try:
         return os.readlink(path)
     except OSError:  # the process ended between the listing and here, or has no such namespace any more
