@@ -22,7 +22,7 @@ from belayerd.router import vllm_seam as seam
 from belayerd.router.client import LEAVING, BelayerClient, RouterFault
 from belayerd.router.core import Core, Limits
 from belayerd.router.events import OnDeath, SameId
-from belayerd.router.guard import Bounds, Guard
+from belayerd.router.guard import RETRY_AFTER_S, Bounds, Guard
 from belayerd.router.journal_reader import read
 from belayerd.router.metrics import Metrics
 from belayerd.router.patience import patient
@@ -166,5 +166,7 @@ async def answer_fault(request: Request, fault: Exception) -> JSONResponse:
     status = int(fault.http_status)
     body = {"error": {"message": fault.message, "type": str(fault.code), "param": None, "code": status}}
     # Clients repeat a 5xx by themselves; a request that kills workers must not come back in that way.
-    headers = {"x-should-retry": "false"} if fault.code is ErrorCode.POISON_REQUEST else None
+    headers = {"x-should-retry": "false"} if fault.code is ErrorCode.POISON_REQUEST else {}
+    if status == 503:
+        headers = {"retry-after": str(RETRY_AFTER_S)}
     return JSONResponse(body, status_code=status, headers=headers)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from belayerd.router.answer import Answer
 from belayerd.router.core import Core
-from belayerd.router.events import OnDeath
+from belayerd.router.events import OnDeath, SameId
 from belayerd.router.ticket import TICKET, Ticket
 
 # What vLLM makes of a client's id, by route: the name under which the router keeps its story.
@@ -142,19 +142,27 @@ class Guard:
                 raise Declined(400, "bad_request", f"a request id has 1 to {_MAX_ID} characters")
             ticket.named = True
         ticket.position, ticket.on_death = extras.belayer_position, extras.belayer_on_death
-        if ticket.position is None:
+        if extras.request_id is not None or ticket.position is not None:
+            self._check_id(NAMES[path].format(extras.request_id), extras)
+
+    def _check_id(self, name: str, extras: Extras) -> None:
+        """What can be said before vLLM has read the body; the core checks again, with the content."""
+        names = (name, f"0_{name}")  # the second is the first of several choices
+        running = next((self._core.requests[self._core.named[one]] for one in names if one in self._core.named), None)
+        if extras.belayer_position is None:
+            if running is not None and running.readers and self._core.limits.same_id is SameId.REFUSE:
+                said = f"request id {extras.request_id} is running already; name a position to hear it"
+                raise Declined(409, "refused", said)
             return
-        if ticket.position < 0:
+        if extras.belayer_position < 0:
             raise Declined(400, "bad_request", "a position is 0 or more")
-        name = NAMES[path].format(extras.request_id)
-        names = (name, f"0_{name}")
-        known = any(one in self._core.named or self._core.archive.get(one) is not None for one in names)
-        if extras.request_id is None or not known:
-            raise Declined(
-                404,
-                "request_unknown",
-                f"no request with id {extras.request_id or '(none given)'} is known; send it without a position",
-            )
+        found = running or next((past for one in names if (past := self._core.archive.get(one)) is not None), None)
+        said = f"no request with id {extras.request_id or '(none given)'} is known"
+        if extras.request_id is not None and found is not None:
+            if extras.belayer_position <= len(found.tokens):
+                return
+            said = f"request {extras.request_id} has {len(found.tokens)} known tokens"
+        raise Declined(404, "request_unknown", f"{said}; send it without a position")
 
 
 def read_extras(headers: Mapping[bytes, bytes], body: bytes) -> Extras:
