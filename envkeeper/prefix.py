@@ -25,6 +25,7 @@ from envkeeper.checkpoint import Draft, Subject
 from envkeeper.claims import Claim
 from envkeeper.collect import Collector
 from envkeeper.core import Event, State
+from envkeeper.engine import Engine
 from envkeeper.failpoints import Point, reach
 from envkeeper.keeper import Box, Keeper, alive
 from envkeeper.lineage import Lineage, check_note
@@ -44,7 +45,6 @@ class Back:
     path: tuple[str, ...]
     notes: tuple[str, ...]
     total_ms: float
-
     aftermath: Aftermath
 
 
@@ -59,6 +59,7 @@ def aftermath_of(engine: Engine, manifest: Manifest | None, before: SandboxRecor
         now=now,
         image_now=engine.image_id(recipe.image) if recipe.image else "",
     )
+
 
 class Prefixes:
     """Checkpoints and restores of the keeper's boxes. ``backend`` is swept by ``adopt`` at start."""
@@ -164,10 +165,10 @@ class Prefixes:
         keeper.chore(box.store.claims.spend, claim)
         keeper.chore(keeper.host.engine.remove, record.container_id)
         keeper.chore(keeper.lives.remove, record.incarnation)
-        total = watch.ms()
         aftermath = await keeper.thread(aftermath_of, keeper.host.engine, manifest, record)
         for words in aftermath.stale:
             keeper.log.warning("stale after a restore", sandbox=record.sandbox_id, what=words)
+        total = watch.ms()
         keeper.story.restored(box.record, served.phases_ms, trial.path, total)
         return box, Back(manifest, served, trial.path, notes, total, aftermath)
 
