@@ -153,10 +153,21 @@ def read_index(folder: Path) -> list[Entry]:
         entries = [Entry(*row) for row in rows]
     except (ValueError, TypeError, msgpack.UnpackException) as why:
         raise RestoreFailed(f"{folder / INDEX} is no index of an upper layer: {why}") from why
-    for entry in entries:
-        if entry.path.startswith(b"/") or b".." in entry.path.split(b"/"):
-            raise RestoreFailed(f"{folder / INDEX} names a path outside of the layer: {entry.path!r}")
+    _check_paths(entries, folder / INDEX)
     return entries
+
+
+def _check_paths(entries: list[Entry], where: Path) -> None:
+    """Every name once, below a folder that the index itself makes before: a link could lead out of the layer, and so
+    could a name. Ours are so by construction; a changed index is not."""
+    kinds: dict[bytes, str] = {}
+    for entry in entries:
+        parent, _, name = entry.path.rpartition(b"/")
+        inside = kinds.get(parent) == "dir" and name not in (b"", b".", b"..") if kinds else entry.path == b""
+        inside = inside and not entry.path.startswith(b"/")
+        if not inside or entry.path in kinds or (entry.kind == "hard" and kinds.get(entry.link) in (None, "dir")):
+            raise RestoreFailed(f"{where} names a path outside of the layer, or twice: {entry.path!r}")
+        kinds[entry.path] = entry.kind
 
 
 def unpack(folder: Path, upper: Path) -> int:
