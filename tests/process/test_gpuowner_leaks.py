@@ -17,7 +17,7 @@ from gpuowner.vmem import MAP_SHARED, PROT_READ, PROT_WRITE, Mapping
 from tests.support.owners import SIZE, Owners, kill_pid, tiny_model
 from tests.support.wait import eventually
 
-ROUNDS = {"swap": 5, "in_place": 1}  # of eleven kills each
+ROUNDS = {"swap": 3, "in_place": 1}  # of eighteen kills each
 KINDS = ("weights", "kv")
 
 
@@ -87,8 +87,6 @@ def trainer(host: Owners) -> Party:
 
 def settle(host: Owners) -> None:
     """After a death: fences ended, torn weights published again, copies with a holder."""
-    for kind in KINDS:
-        eventually(lambda kind=kind: host.status(kind).store, what="a holder has the copies")  # type: ignore[misc]
     eventually(lambda: not host.the_model().writer, what="the writer's death is seen")
     now = host.the_model()
     if now.state == "torn":
@@ -99,31 +97,42 @@ def settle(host: Owners) -> None:
     assert host.the_model().state == "sealed"
 
 
-def one_round(host: Owners) -> int:
-    """Every party once or more; the number of kills."""
-    host_holders = {kind: host.holder_pid(kind) for kind in KINDS}
-    one_main, one_reader = main(host), reader(host)
-    for kind in KINDS:
-        host.reborn(kind)  # two owners, with a main and a reader
-    one_main.kill()
+def free_again(host: Owners) -> None:
     assert host.fence(host.arena_in("fencing")).state == "free"
-    one_reader.kill()
+
+
+def one_round(host: Owners) -> int:
+    """Every party more than once; the number of kills."""
+    holders = {kind: host.holder_pid(kind) for kind in KINDS}
+    one_main, readers = main(host), [reader(host) for _ in range(3)]
+    for kind in KINDS:
+        host.reborn(kind)  # two owners, with a main and readers
+    one_main.kill()
+    free_again(host)
+    for one_reader in readers:
+        one_reader.kill()
     one_trainer = trainer(host)
     host.reborn("weights")  # inside an update
     one_trainer.kill()
     settle(host)
-    another = trainer(host)
-    another.kill()
-    settle(host)
-    again = main(host)
+    for _ in range(3):
+        trainer(host).kill()
+        settle(host)
+        main(host).kill()
+        free_again(host)
+    last = main(host)
     host.kill("kv")
-    again.kill()  # while its owner is away
+    last.kill()  # while its owner is away
     host.up("kv")
-    assert host.fence(host.arena_in("fencing")).state == "free"
+    free_again(host)
     for kind in KINDS:
-        kill_pid(host_holders[kind])
-        eventually(lambda kind=kind: host.status(kind).store not in ("", f"holder pid {host_holders[kind]}"))  # type: ignore[misc]
-    return 11
+        kill_pid(holders[kind])
+        renewed(host, kind, holders[kind])
+    return 18
+
+
+def renewed(host: Owners, kind: str, old: int) -> None:
+    eventually(lambda: host.status(kind).store not in ("", f"holder pid {old}"), what="another holder has the copies")
 
 
 def census(host: Owners) -> dict[str, int]:
