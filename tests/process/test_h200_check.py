@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,9 +37,17 @@ def carried(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "belayer"
 
 
-def start(carried: Path, out: Path, *args: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """Where the check puts its sockets and files; short, and empty again when it has ended, however it did."""
+    made = Path(tempfile.mkdtemp(prefix="blh-", dir="/tmp"))
+    yield made
+    shutil.rmtree(made)
+
+
+def start(carried: Path, out: Path, scratch: Path, *args: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "benchmarks.h200_check", "--out", str(out), *args]
-    env = {**os.environ, "PYTHONPATH": str(carried)}
+    env = {**os.environ, "PYTHONPATH": str(carried), "TMPDIR": str(scratch)}
     return subprocess.Popen(
         command, cwd=carried, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     )
@@ -58,8 +68,10 @@ def running(carried: Path) -> list[str]:
     return found
 
 
-def test_the_whole_check_passes_from_the_carried_tar_and_leaves_nothing(carried: Path, tmp_path: Path) -> None:
-    run = start(carried, tmp_path, "--fake")
+def test_the_whole_check_passes_from_the_carried_tar_and_leaves_nothing(
+    carried: Path, tmp_path: Path, scratch: Path
+) -> None:
+    run = start(carried, tmp_path, scratch, "--fake")
     said, _ = run.communicate(timeout=400)
     assert run.returncode == 0, said
     stages = {row["stage"]: row for row in read(tmp_path)}
@@ -73,10 +85,13 @@ def test_the_whole_check_passes_from_the_carried_tar_and_leaves_nothing(carried:
     assert summary["about"]["fake"]
     assert "No figure below is one of a GPU" in (tmp_path / "report.md").read_text()
     assert running(carried) == []
+    assert list(scratch.iterdir()) == []
 
 
-def test_a_check_that_is_killed_leaves_its_results_and_no_process(carried: Path, tmp_path: Path) -> None:
-    run = start(carried, tmp_path, "--fake")
+def test_a_check_that_is_killed_leaves_its_results_and_nothing_else(
+    carried: Path, tmp_path: Path, scratch: Path
+) -> None:
+    run = start(carried, tmp_path, scratch, "--fake")
 
     def loaded() -> bool:
         if not (tmp_path / "results.jsonl").exists():
@@ -93,14 +108,15 @@ def test_a_check_that_is_killed_leaves_its_results_and_no_process(carried: Path,
     assert all(row["passed"] for row in stages)
     assert not (tmp_path / "summary.json").exists()
     eventually(lambda: running(carried) == [], within=30, what=f"every process has ended: {running(carried)}")
+    assert list(scratch.iterdir()) == []
 
 
-def test_without_a_gpu_nothing_is_run(carried: Path, tmp_path: Path) -> None:
+def test_without_a_gpu_nothing_is_run(carried: Path, tmp_path: Path, scratch: Path) -> None:
     from tests.contract.test_memory_backend import no_gpu
 
     if not no_gpu():
         pytest.skip("a driver is here: the check itself can run")
-    run = start(carried, tmp_path / "out")
+    run = start(carried, tmp_path / "out", scratch)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 2
     assert "needs the NVIDIA driver" in said
