@@ -61,7 +61,13 @@ STEPS: tuple[Step, ...] = (
         OnFailure.QUARANTINE,
         "both owners alive, weights sealed, digest as recorded",
     ),
-    Step(Action.HEALTH, 2, "secure", OnFailure.QUARANTINE, "a GPU shows no bad sign and its probe is right; of a CPU nothing is checked"),
+    Step(
+        Action.HEALTH,
+        2,
+        "secure",
+        OnFailure.QUARANTINE,
+        "a GPU shows no bad sign and its probe is right; of a CPU nothing is checked",
+    ),
     Step(
         Action.LEASE,
         2,
