@@ -34,7 +34,7 @@ class SandboxLike(Protocol):
 
     def checkpoint(self, context: Sequence[Any] = ()) -> CheckpointInfo: ...
 
-    def restore_info(self, checkpoint_id: str = "") -> RestoreInfo: ...
+    def restore_info(self, checkpoint_id: str = "", *, note: str = "") -> RestoreInfo: ...
 
 
 class Boundary(msgspec.Struct, frozen=True):
@@ -78,10 +78,13 @@ class Trajectory:
         mark = self._boundaries[self.sandbox.boundary]
         return self.sandbox.checkpoint(self.messages[: mark.length])
 
-    def recover(self, checkpoint_id: str = "") -> RestoreInfo:
-        """Sandbox and log back to one ready boundary. Raises RestoreFailed when the restored sandbox belongs to a
-        log that this trajectory does not have: then neither is used."""
-        info = self.sandbox.restore_info(checkpoint_id)
+    def recover(self, checkpoint_id: str = "", *, note: str = "") -> RestoreInfo:
+        """Sandbox and log back to one ready boundary. Raises RestoreFailed when the restored sandbox belongs to a log
+        that this trajectory does not have: then neither is used.
+
+        ``note``: what went wrong in the attempt that is given up; it comes back in ``notes``, with those of earlier
+        ones, for the next prompt, and lies in the sandbox."""
+        info = self.sandbox.restore_info(checkpoint_id, note=note)
         mark = self._boundaries.get(info.boundary)
         if mark is None or mark.digest != info.context_digest:
             raise RestoreFailed(

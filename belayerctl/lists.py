@@ -9,7 +9,7 @@ import click
 from belayer import config as configs
 from belayer.messages.common import Done
 from belayer.messages.control import HostStatus, HostStatusReply, RestoreSlot
-from belayer.messages.sandbox import ListSandboxes, SandboxList
+from belayer.messages.sandbox import Lineages, ListLineage, ListSandboxes, SandboxList
 from belayer.paths import Paths
 from belayer.rpc import call_sync
 from belayerctl import accounting, render
@@ -29,8 +29,16 @@ def owners(paths: Paths, as_json: bool, timeout: float) -> int:
 
 
 @click.command(help="Sandboxes and their checkpoints.")
+@click.option("--lineage", is_flag=True, help="Show where each of their lives came from: restores, rewinds, forks.")
 @verb
-def sandboxes(paths: Paths, as_json: bool, timeout: float) -> int:
+def sandboxes(paths: Paths, as_json: bool, timeout: float, lineage: bool) -> int:
+    if lineage:
+        found = call_sync(paths.envkeeper_sock, ListLineage(), Lineages, timeout)
+        if as_json:
+            emit_json(found.births)
+        else:
+            console().print(render.lineages(found))
+        return OK
     listed = call_sync(paths.envkeeper_sock, ListSandboxes(), SandboxList, timeout)
     if as_json:
         emit_json(listed.sandboxes)

@@ -8,10 +8,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 
 from belayer.messages.control import HostStatusReply, Incident, SlotView
 from belayer.messages.router import RouterStatusReply
-from belayer.messages.sandbox import SandboxList
+from belayer.messages.sandbox import Birth, Lineages, SandboxList
 from belayerctl import accounting
 
 _COLOURS = {
@@ -167,6 +168,28 @@ def sandboxes(listed: SandboxList) -> Group:
         )
     reasons = [Text(f"{box.sandbox_id}: {box.reason}", style="yellow") for box in listed.sandboxes if box.reason]
     return Group(out, *reasons)
+
+
+def lineages(found: Lineages) -> Group:
+    """One tree per sandbox, oldest life first; a fork's begins with the lives of the sandbox that it came from."""
+    trees: list[RenderableType] = []
+    for name, births in sorted(found.births.items()):
+        at = tree = Tree(Text(name, style="bold"))
+        for birth in births:
+            at = at.add(_birth(birth))
+        trees.append(tree)
+    return Group(*(trees or [Text("no sandboxes")]))
+
+
+def _birth(birth: Birth) -> Text:
+    text = Text(f"{birth.incarnation} {birth.kind} {when(birth.at)}")
+    if birth.checkpoint_id:
+        text.append(f" at boundary {birth.boundary} from {birth.checkpoint_id}")
+    if birth.kind in ("rewound", "restored", "base") and birth.left_boundary > birth.boundary:
+        text.append(f", gave up boundaries to {birth.left_boundary}", style="yellow")
+    if birth.note:
+        text.append(f"\n{birth.note}", style="italic")
+    return text
 
 
 def slot_line(slot: SlotView) -> str:

@@ -175,7 +175,9 @@ def scene(docker: PrivateDocker) -> Iterator[Scene]:
         points = Failpoints(Path(folder) / "points")
         host = EnvHost.start(Path(folder), "keep_checkpoints = 2\n", docker.url, points.env)
         try:
-            yield Scene(host, docker, points)
+            found = Scene(host, docker, points)
+            yield found
+            found.box.close()
         finally:
             host.stop()
 

@@ -111,7 +111,9 @@ def scene() -> Iterator[Scene]:
             points = Failpoints(root / "points")
             host = EnvHost.start(root, "keep_checkpoints = 2\n", env=points.env)
             try:
-                yield Scene(root, host, points)
+                found = Scene(root, host, points)
+                yield found
+                found.box.close()
             finally:
                 host.stop()
         finally:

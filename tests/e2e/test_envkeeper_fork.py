@@ -145,6 +145,16 @@ def test_a_rewind_carries_its_note_and_moves_ready(host: EnvHost, box: Sandbox) 
     assert second.checkpoint_id not in str(back.path), "another branch is no ancestor"
     assert box.exec("ls /run/belayer/notes").stdout == "0001\n0002\n"
     assert [birth.kind for birth in births(host, box.sandbox_id)] == ["created", "rewound", "restored", "restored"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "belayerctl", "sandboxes", "--lineage"],
+        cwd=TREE,
+        env={"BELAYER_ROOT": str(host.root), "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert f"{box.sandbox_id}.2 rewound" in shown
+    assert note in shown
     inside = box.exec("echo x > /run/belayer/incarnation; rm /run/belayer/notes/0001; touch /run/belayer/y; echo $?")
     assert inside.stdout == "1\n"
     assert inside.stderr.count("Read-only file system") == 3
