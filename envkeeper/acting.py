@@ -7,6 +7,7 @@ LOST, and is never run again (promise E5).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import stat
 from typing import NoReturn
@@ -14,7 +15,7 @@ from typing import NoReturn
 import msgspec
 
 from belayer.clock import Stopwatch
-from belayer.errors import Refused, SandboxLost
+from belayer.errors import BelayerError, Refused, SandboxLost
 from belayer.messages.sandbox import (
     ExecAction,
     FilesWritten,
@@ -119,7 +120,8 @@ class Acting:
             # One that is over the limit already may still run, to delete; it may not grow.
             if now > most and now > before and not limit:
                 limit = f"disk: {now >> 20} MiB of {most >> 20}"
-                await keeper.thread(link.stop, action.number)
+                with contextlib.suppress(BelayerError):  # what became of it, its own end tells
+                    await keeper.thread(link.stop, action.number)
         return await running, limit
 
     async def _commit(self, box: Box, number: int, digest: str, *, unkilled: bool = False) -> None:

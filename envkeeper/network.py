@@ -6,7 +6,8 @@ restore a container that has a namespace of its own. The rules are the host's, w
 read back; the sandbox has no capability to change them. Everything else is dropped, in both directions and for IPv6.
 
 Names: there is no resolver but one that is allowed ("10.0.0.2:53/udp", which then is in /etc/resolv.conf), and a name
-resolves to whatever it says: rules are about addresses. Connections to outside peers do not survive a restore, and the preflight refuses a dump with one.
+resolves to whatever it says: rules are about addresses. Connections to outside peers do not survive a restore, and the
+preflight refuses a dump with one.
 """
 
 from __future__ import annotations
