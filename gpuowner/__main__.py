@@ -66,6 +66,7 @@ def open_store(paths: Paths, kind: str, choice: str) -> tuple[HolderStore | Syst
 def _load_model(vault: Vault, name: str, source: Source, last: WeightsRow | None, logger: Any) -> None:
     def progress(done: int, nbytes: int, rate: float) -> None:
         logger.info("loading", model=name, mb=round(done / 1e6), of=round(nbytes / 1e6), mb_per_s=round(rate))
+        notify(f"STATUS=loading {name}: {done >> 20} of {nbytes >> 20} MiB, {rate:.0f} MB/s")
 
     try:
         entry = vault.models.load(name, 0, source, progress, last)
@@ -94,7 +95,7 @@ async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, pat
     reopen = None if choice == "systemd" else lambda: HolderStore(paths.owner_holder_sock(kind))
     service = Service(kind, paths.owner_sock(kind), vault, new_instance(), logger.info, reopen)
     service.listen()
-    notify("READY=1")
+    notify("READY=1\nSTATUS=serving")
     logger.info("serving", kind=kind, generation=vault.generation, store=store.describe())
     await serve_until(stop, service.serve())
     vault.stop()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from belayer.errors import BelayerError, Refused, WeightsBroken, WeightsTorn
+from belayer.errors import BelayerError, HostUnfit, Refused, WeightsBroken, WeightsTorn
 from belayer.messages import owner as m
 from gpuowner import core
 from gpuowner.backends.memfd import Memfd
@@ -210,7 +210,12 @@ class Models:
             raise Refused(f"no update mode {mode[:32]!r}", remedy="swap or in_place")
         room_or_refuse(entry.weights.model, version.memory.nbytes)
         name = f"weights-{entry.weights.model}-next"
-        memory = Memfd(name, version.memory.nbytes, version.memory.huge_pages)
+        memory = Memfd(name, version.memory.nbytes, entry.source.huge_pages)
+        try:
+            memory.prefault()
+        except HostUnfit:
+            memory.close()
+            raise
         entry.next = Version(memory=memory, name="", layout=version.layout, chunks=(), digest="")
         mine = os.dup(memory.fd)
         return (mine, version.memory.reader_fd()) if with_base else (mine,)

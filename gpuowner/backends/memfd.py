@@ -56,6 +56,20 @@ class Memfd:
             hugepages.advise(mapping.address, self.nbytes)
         return mapping
 
+    def prefault(self) -> None:
+        """Take the huge pages now: a writer that uses write(2) would otherwise get small ones, without a word. Raises
+        HostUnfit when the kernel gives none."""
+        if self.huge_pages != "thp":
+            return
+        mapping = self.map_writable()
+        view = memoryview(mapping.buffer()).cast("B")
+        for at in range(0, self.nbytes, hugepages.SIZE):
+            view[at] = 0
+        try:
+            hugepages.proven(mapping.address, self.huge_pages)
+        finally:
+            mapping.close()
+
     def seal_writes(self) -> None:
         """No write(2) and no new writable shared mapping from now on, by anyone; existing ones keep theirs
         (F_SEAL_FUTURE_WRITE, fcntl(2)). F_SEAL_WRITE would be refused with EBUSY while one exists."""

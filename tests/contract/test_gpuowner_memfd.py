@@ -186,6 +186,14 @@ def test_huge_pages_are_there_or_refused_by_name(mode: str) -> None:
     assert hugepages.mapped(mapping.address) > 0
     reader = Mapping(memory.reader_fd(), size, PROT_READ, MAP_SHARED)
     assert in_child(lambda: reader.buffer().__setitem__(0, 2)) == -signal.SIGSEGV
+    staged = Memfd("staged", size, mode)
+    staged.prefault()
+    if mode == "thp":
+        os.pwrite(staged.fd, b"\1" * size, 0)  # as the writer of an update does
+        assert hugepages.mapped(staged.map_writable().address) == 0, "nothing is mapped before it is touched"
+        again = staged.map_writable()
+        assert bytes(again.buffer()[::4096]) == b"\1" * (size // 4096)
+        assert hugepages.mapped(again.address) == size
     adopted = Memfd.adopt(os.dup(memory.fd), size)
     assert adopted.huge_pages == (mode if mode == "hugetlb" else "off")
 
