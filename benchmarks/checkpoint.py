@@ -1,213 +1,310 @@
-"""Frozen time of full_checkpoint and time of full_restore for three sizes, beside Docker's own way in the same run.
+"""full_checkpoint and full_restore: three sizes, several at once, forks and generations, on several disks, beside
+Docker's own API and podman in the same run.
 
-``python -m benchmarks.checkpoint [--quick] [--json FILE] [--plot FILE] [--root DIR]``
+``python -m benchmarks.checkpoint [--quick] [--json FILE] [--plot FILE] [--disks host,xfs,tmpfs] [--podman] ...``
 
-Each size is memory of one process (random bytes) and files in the upper layer (random, 1 MB each): small 10/1 MB,
-medium 200/100 MB, large 1/1 GB. The process also counts and logs every step, a hundred times a second.
+Each disk has a Docker Engine of its own; its data root and the checkpoints both lie on it. Rows of the first disk have
+plain names, those of others end in its kind. Sizes: memory of one process and files of the upper layer (random).
 
-- ``frozen_*``: milliseconds in which no process of the sandbox ran. Baseline: the paper's sequence on the same content
-  (docker pause, tar of the upper layer, Docker's checkpoint API, docker unpause), from pause to unpause.
-- ``restore_*``: milliseconds from the call to a proven, serving sandbox. Baseline: creating and starting a fresh
-  container of the same image in the same envkeeper, which brings nothing back.
-- ``checkpoints_per_second``: eight small sandboxes checkpointed side by side.
+- ``frozen_*``: milliseconds in which no process of the sandbox ran. Baseline: the same through Docker's checkpoint API
+  (``engine_path = "docker_api"``; podman's whole command in rows of its own).
+- ``checkpoint_total_*``: from the call to READY, hashed and on disk.
+- ``restore_*``: from the call to a proven, serving sandbox. Baseline: the same through Docker's API.
+- ``start_plain``: a fresh container of the same image in the same envkeeper, which brings nothing back.
+- ``checkpoints_per_second``: eight (``_16``: sixteen) small sandboxes checkpointed side by side, each to READY.
+- ``fork_16_*``: one checkpoint to sixteen sandboxes, until all of them serve.
+- ``generation_*``: restore, act, checkpoint, ten times in a row; milliseconds of one checkpoint and restore.
 
 Every restore is verified: hash of the process's memory, hashes of all files, a log without a gap that goes on, the
-shell's variable. A wrong one ends the run with exit code 1.
+shell's variable. A wrong one ends the run with exit code 1. The JSON also holds the phases of each row, and
+--plot writes a second picture of them (``FILE-phases``).
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import mmap
+import statistics
 import sys
-import tarfile
-import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import docker
-import docker.errors
-
 from belayer.clock import Stopwatch
+from belayer.errors import HostUnfit
 from belayer.localhost import LocalHost
 from belayer.sandbox import Sandbox
+from benchmarks import disks, podman
 from benchmarks.report import Report, parser
+from benchmarks.sandbox_load import SIZES, Size, WrongError, load, run, verify
 
-LOAD = r"""
-import hashlib, os, signal, time
-size = int(os.environ['MB']) << 20
-data = bytearray()
-while len(data) < size: data += os.urandom(min(1 << 20, size - len(data)))
-def say(name): open(name + '.tmp', 'w').write(hashlib.sha256(data).hexdigest()); os.rename(name + '.tmp', name)
-signal.signal(signal.SIGUSR1, lambda *_: say('/after'))
-log = os.open('/log', os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-say('/before')
-n = 0
-while True:
-    n += 1
-    os.write(log, b'%d\\n' % n)
-    time.sleep(0.01)
+CONFIG = """[envkeeper]
+docker = "{docker}"
+engine_path = "{path}"
+action_timeout_s = 600
+checkpoint_timeout_s = 300
+restore_timeout_s = 300
+keep_checkpoints = 1
 """
 
 
-@dataclass(frozen=True)
-class Size:
-    name: str
-    memory_mb: int
-    files: int
-    n: int
-    quick: int
+@dataclass
+class Series:
+    """Milliseconds of the rounds of one size."""
+
+    frozen: list[float] = field(default_factory=list)
+    total: list[float] = field(default_factory=list)
+    restored: list[float] = field(default_factory=list)
+    frozen_phases: list[dict[str, float]] = field(default_factory=list)
+    restore_phases: list[dict[str, float]] = field(default_factory=list)
 
 
-SIZES = (Size("small", 10, 1, 15, 3), Size("medium", 200, 100, 9, 2), Size("large", 1024, 1024, 5, 1))
+@dataclass
+class Bench:
+    """One disk under measurement. ``tail``: what the names of its rows end in."""
 
+    report: Report
+    docker: str
+    folder: Path
+    tail: str
+    quick: bool
+    phases: dict[str, dict[str, float]]
 
-class WrongError(Exception):
-    """A result that is not what it must be."""
+    @contextlib.contextmanager
+    def host(self, path: str = "fast") -> Iterator[LocalHost]:
+        """An envkeeper on this disk; gone afterwards, with its sandboxes."""
+        root = self.folder / ("h" if path == "fast" else "a")
+        with LocalHost(root, CONFIG.format(docker=self.docker, path=path)) as made:
+            made.start(("envkeeper",))
+            made.wait("envkeeper", lambda: made.answers(made.paths.envkeeper_sock), 60)
+            yield made
 
-
-def run(box: Sandbox, command: str) -> str:
-    seen = box.exec(command, timeout_s=300)
-    if seen.exit_code != 0:
-        raise WrongError(f"{command[:60]!r} ended with {seen.exit_code}: {seen.stderr[:300]}")
-    return seen.stdout
-
-
-def load(box: Sandbox, size: Size) -> None:
-    run(box, f'MB={size.memory_mb} python3 -c "{LOAD}" </dev/null >/dev/null 2>&1 & echo $! > /load.pid')
-    run(box, f"mkdir /data && for i in $(seq {size.files}); do head -c 1000000 /dev/urandom > /data/$i; done")
-    run(box, "cd /data && sha256sum * > /sums && cd /var && X=41")
-    run(box, "until [ -s /before ] && [ -s /log ]; do sleep 0.02; done")
-
-
-def verify(box: Sandbox) -> None:
-    """What was captured is there, and goes on."""
-    if run(box, 'echo "$X $PWD"') != "41 /var\n":
-        raise WrongError("the shell forgot its variable or its directory")
-    run(box, "cd /data && sha256sum -c --quiet /sums && cd /var")
-    run(box, "rm -f /after; kill -USR1 $(cat /load.pid); until [ -e /after ]; do sleep 0.01; done; cmp /before /after")
-    run(box, "n=$(wc -l </log); until [ $(wc -l </log) -gt $n ]; do sleep 0.01; done")
-    run(box, "awk '$1 != NR { print \"gap at \" NR; exit 1 }' /log")
-
-
-def measure(report: Report, host: LocalHost, size: Size, quick: bool) -> None:
-    box = Sandbox.create(memory_mb=4096, pids=256, cpus=2.0, paths=host.paths)
-    try:
-        load(box, size)
-        frozen, restored, totals = [], [], []
-        for round_ in range(size.quick if quick else size.n):
-            made = box.checkpoint([{"round": round_}])
-            frozen.append(made.frozen_ms)
-            totals.append(made.total_ms)
-            run(box, "echo after >> /sums; X=lost")  # nothing of this may be seen again
-            box.kill()
-            watch = Stopwatch()
-            back = box.restore_info()
-            restored.append(watch.ms())
-            if back.boundary != made.boundary or back.context_digest != made.context_digest:
-                raise WrongError(f"restored boundary {back.boundary}, captured {made.boundary}")
-            verify(box)
-        base, why = docker_way(host, box, skip=quick and size.name != "small")
-        plain = plain_start(host)
-        mb = f"{size.memory_mb} MB memory, {size.files} MB files"
-        report.add(f"frozen_{size.name}", "ms", frozen, base, f"{mb}; baseline: {why}")
-        report.add(f"checkpoint_total_{size.name}", "ms", totals, None, "call to READY, hashed and on disk")
-        report.add(f"restore_{size.name}", "ms", restored, plain, f"{mb}; baseline: fresh container, nothing restored")
-    finally:
-        box.destroy()
-
-
-def plain_start(host: LocalHost) -> float:
-    watch = Stopwatch()
-    fresh = Sandbox.create(paths=host.paths)
-    ms = watch.ms()
-    fresh.destroy()
-    return ms
-
-
-def docker_way(host: LocalHost, box: Sandbox, *, skip: bool) -> tuple[float | None, str]:
-    """The paper's sequence through Docker alone, on this sandbox as it stands."""
-    if skip:
-        return None, "not measured in a quick run"
-    client = docker.APIClient(timeout=600)
-    try:
-        container = Sandbox.attach(box.sandbox_id, paths=host.paths).info.container_id
-        upper = Path(client.inspect_container(container)["GraphDriver"]["Data"]["UpperDir"])
-        with tempfile.TemporaryDirectory(prefix="belayer-bench-", dir="/var/tmp") as folder:
-            watch = Stopwatch()
-            client.pause(container)
-            try:
-                with tarfile.open(Path(folder) / "upper.tar", "w") as archive:
-                    archive.add(upper, arcname=".")
-                url = client._url("/containers/{0}/checkpoints", container)
-                reply = client._post_json(url, data={"CheckpointID": "bench", "Exit": False})
-                client._raise_for_status(reply)
-            finally:
-                client.unpause(container)
-            return watch.ms(), "docker pause, tar, checkpoint API, unpause (n=1)"
-    except docker.errors.APIError as why:
-        return None, f"Docker's checkpoint API refused: {str(why.explanation)[:80]}"
-    finally:
-        client.close()
-
-
-def side_by_side(report: Report, host: LocalHost, quick: bool) -> None:
-    boxes = [Sandbox.create(paths=host.paths) for _ in range(8)]
-    try:
-        for box in boxes:
-            load(box, SIZES[0])
-        rates = []
-        with ThreadPoolExecutor(len(boxes)) as pool:
-            for _ in range(1 if quick else 5):
+    def rounds(self, host: LocalHost, size: Size, n: int, *, fresh_each: bool = True) -> Series:
+        """Checkpoint, kill, restore, verify."""
+        out = Series()
+        box = Sandbox.create(memory_mb=4096, pids=256, cpus=2.0, paths=host.paths)
+        try:
+            load(box, size)
+            for number in range(n):
+                made = box.checkpoint([{"round": number}])
+                out.frozen.append(made.frozen_ms)
+                out.total.append(made.total_ms)
+                out.frozen_phases.append(made.phases_ms)
+                if fresh_each:
+                    run(box, "X=lost")  # nothing of this may be seen again
+                box.kill()
                 watch = Stopwatch()
-                list(pool.map(Sandbox.checkpoint, boxes))
-                rates.append(len(boxes) / (watch.ms() / 1000))
-        for box in boxes:
-            box.kill()
-            box.restore()
-            verify(box)
-        report.add("checkpoints_per_second", "1/s", rates, None, "eight small sandboxes at once, each to READY")
-    finally:
-        for box in boxes:
+                back = box.restore_info()
+                out.restored.append(watch.ms())
+                out.restore_phases.append(back.phases_ms)
+                if back.boundary != made.boundary or back.context_digest != made.context_digest:
+                    raise WrongError(f"restored boundary {back.boundary}, captured {made.boundary}")
+                verify(box)
+        finally:
             box.destroy()
+        return out
+
+    def add(self, metric: str, unit: str, values: list[float], base: list[float] | None = None, note: str = "") -> None:
+        if values:
+            self.report.add(f"{metric}{self.tail}", unit, values, statistics.median(base) if base else None, note)
+
+    def keep_phases(self, metric: str, rows: list[dict[str, float]]) -> None:
+        names = dict.fromkeys(name for row in rows for name in row)
+        self.phases[f"{metric}{self.tail}"] = {
+            name: round(statistics.median(row.get(name, 0.0) for row in rows), 3) for name in names
+        }
+
+    def size(self, host: LocalHost, size: Size, base: Series) -> None:
+        seen = self.rounds(host, size, size.quick if self.quick else size.n)
+        note = f"{size}; baseline: Docker's checkpoint API (n={len(base.frozen)})"
+        self.add(f"frozen_{size.name}", "ms", seen.frozen, base.frozen, note)
+        self.add(f"checkpoint_total_{size.name}", "ms", seen.total, base.total, "call to READY, hashed and on disk")
+        self.add(f"restore_{size.name}", "ms", seen.restored, base.restored, note)
+        self.keep_phases(f"frozen_{size.name}", seen.frozen_phases)
+        self.keep_phases(f"restore_{size.name}", seen.restore_phases)
+
+    def plain_starts(self, host: LocalHost) -> None:
+        took = []
+        for _ in range(2 if self.quick else 10):
+            watch = Stopwatch()
+            fresh = Sandbox.create(paths=host.paths)
+            took.append(watch.ms())
+            fresh.destroy()
+        self.add("start_plain", "ms", took, None, "a fresh container, nothing brought back")
+
+    def at_once(self, host: LocalHost, count: int) -> None:
+        boxes = [Sandbox.create(paths=host.paths) for _ in range(count)]
+        try:
+            for box in boxes:
+                load(box, SIZES[0])
+            rates, frozen = [], []
+            with ThreadPoolExecutor(count) as pool:
+                for _ in range(1 if self.quick else 10):
+                    watch = Stopwatch()
+                    made = list(pool.map(Sandbox.checkpoint, boxes))
+                    rates.append(count / (watch.ms() / 1000))
+                    frozen += [one.frozen_ms for one in made]
+                for box in boxes:
+                    box.kill()
+                watch = Stopwatch()
+                list(pool.map(Sandbox.restore, boxes))
+                restores = count / (watch.ms() / 1000)
+            for box in boxes:
+                verify(box)
+        finally:
+            for box in boxes:
+                box.destroy()
+        name = "" if count == 8 else f"_{count}"
+        self.add(f"checkpoints_per_second{name}", "1/s", rates, None, f"{count} small sandboxes at once, each to READY")
+        self.add(f"frozen_at_once{name}", "ms", frozen, None, f"of each, {count} at once")
+        self.add(f"restores_per_second{name}", "1/s", [restores], None, f"{count} distinct at once, all verified")
+
+    def forks(self, host: LocalHost, size: Size) -> None:
+        box = Sandbox.create(memory_mb=4096, pids=256, cpus=2.0, paths=host.paths)
+        took = []
+        try:
+            load(box, size)
+            box.checkpoint()
+            for _ in range(1 if self.quick else 3):
+                watch = Stopwatch()
+                made = box.fork(16)
+                took.append(watch.ms() / 1000)
+                try:
+                    for fork in made:
+                        verify(fork)
+                finally:
+                    for fork in made:
+                        fork.destroy()
+        finally:
+            box.destroy()
+        self.add(f"fork_16_{size.name}", "s", took, None, f"{size}; each fork verified")
+
+    def generations(self, host: LocalHost) -> None:
+        seen = self.rounds(host, SIZES[0], 10, fresh_each=False)
+        self.add("generation_checkpoint", "ms", seen.total, seen.total[:1], "ten in a row; baseline: the first")
+        self.add("generation_restore", "ms", seen.restored, seen.restored[:1], "ten in a row; baseline: the first")
+
+
+def measure(bench: Bench, options: argparse.Namespace) -> None:
+    sizes = [size for size in SIZES if size.name in options.sizes.split(",")]
+    base = {size.name: Series() for size in sizes}
+    if not options.no_docker_api:
+        with bench.host("docker_api") as host:
+            for size in sizes:
+                if not bench.quick or size.name == "small":
+                    n = {"small": 10, "medium": 3, "large": 1}[size.name]
+                    base[size.name] = bench.rounds(host, size, 1 if bench.quick else n)
+    with bench.host() as host:
+        bench.plain_starts(host)
+        for size in sizes:
+            bench.size(host, size, base[size.name])
+        if "small" in base:
+            bench.at_once(host, 8)
+            if not bench.quick:
+                bench.at_once(host, 16)
+            bench.generations(host)
+        for size in sizes:
+            if size.name == "small" or (size.name == "medium" and not bench.quick):
+                bench.forks(host, size)
+
+
+def measure_podman(report: Report, options: argparse.Namespace) -> None:
+    for size in SIZES:
+        if size.name in options.sizes.split(",") and not (options.quick and size.name != "small"):
+            n = 1 if options.quick or size.name == "large" else 5
+            frozen, restored = podman.measure(size, n, options.root)
+            report.add(f"podman_checkpoint_{size.name}", "ms", frozen, None, f"{size}; the whole command, verified")
+            report.add(f"podman_restore_{size.name}", "ms", restored, None, "the whole command, verified")
+
+
+def plot_phases(phases: dict[str, dict[str, float]], path: Path) -> None:
+    """One bar per row, its phases side by side in order."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 1.5 + 0.45 * len(phases)))
+    names = list(dict.fromkeys(name for row in phases.values() for name in row))
+    colours = dict(zip(names, pyplot.get_cmap("tab20").colors * 2, strict=False))
+    for at, row in enumerate(phases.values()):
+        left = 0.0
+        for name, ms in row.items():
+            axes.barh(at, ms, left=left, color=colours[name])
+            left += ms
+    axes.set_yticks(range(len(phases)), list(phases))
+    axes.invert_yaxis()
+    axes.set_xlabel("ms (median of each phase; copy runs beside dump, publish after the thaw)")
+    axes.legend(
+        [pyplot.Rectangle((0, 0), 1, 1, color=colours[name]) for name in names], names, fontsize=7, ncols=4, loc="best"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def warm(gib: int) -> None:
     """Touch memory and give it back. On some virtual machines the first use of a page costs seven times the second,
     which is the hypervisor's time and not that of any row here; on bare metal this changes nothing."""
-    with mmap.mmap(-1, gib << 30) as memory:
-        memory[:: mmap.PAGESIZE] = bytes(len(memory) // mmap.PAGESIZE)
+    if gib:
+        with mmap.mmap(-1, gib << 30) as memory:
+            memory[:: mmap.PAGESIZE] = bytes(len(memory) // mmap.PAGESIZE)
+
+
+def arguments() -> argparse.Namespace:
+    options = parser(__doc__ or "")
+    options.add_argument("--root", type=Path, default=Path("/var/lib"), help="folder for the disks (a short path)")
+    options.add_argument(
+        "--disks", default="", help=f"comma separated: {', '.join(disks.KINDS)} (default: all; quick: host)"
+    )
+    options.add_argument("--disk-gib", type=int, default=14, help="size of the xfs and tmpfs disks")
+    options.add_argument("--sizes", default="", help="comma separated (default: all; quick: small)")
+    options.add_argument("--podman", action="store_true", help="measure podman too (it must be installed)")
+    options.add_argument("--no-docker-api", action="store_true", help="leave Docker's own way out (it takes minutes)")
+    options.add_argument(
+        "--docker28", action="store_true", help="the engine of setup/docker28.sh instead of the system's"
+    )
+    options.add_argument("--warm", type=int, default=6, help="GiB of memory to touch beforehand (0 for none)")
+    found = options.parse_args()
+    found.disks = found.disks or ("host" if found.quick else ",".join(disks.KINDS))
+    found.sizes = found.sizes or ("small" if found.quick else ",".join(size.name for size in SIZES))
+    unknown = set(found.disks.split(",")) - set(disks.KINDS) | set(found.sizes.split(",")) - {s.name for s in SIZES}
+    if unknown:
+        options.error(f"unknown: {', '.join(sorted(unknown))}")
+    return found
 
 
 def main() -> int:
-    options = parser(__doc__ or "")
-    options.add_argument(
-        "--root", type=Path, default=None, help="folder for the store (default: a new one in /var/tmp)"
-    )
-    options.add_argument("--sizes", default="small,medium,large", help="comma separated")
-    options.add_argument(
-        "--warm", type=int, default=6, help="GiB of memory to touch beforehand (default 6, 0 for none)"
-    )
-    arguments = options.parse_args()
-    report = Report("checkpoint", versions={"warmed_gib": str(arguments.warm)})
-    if arguments.warm:
-        warm(arguments.warm)
-    config = "[envkeeper]\naction_timeout_s = 300\ncheckpoint_timeout_s = 120\nkeep_checkpoints = 1\n"
-    with (
-        tempfile.TemporaryDirectory(prefix="bl-bench-", dir=arguments.root or "/var/tmp") as folder,
-        LocalHost(Path(folder), config) as host,
-    ):
-        host.start(("envkeeper",))
-        host.wait("envkeeper", lambda: host.answers(host.paths.envkeeper_sock), 60)
-        try:
-            for size in SIZES:
-                if size.name in arguments.sizes.split(","):
-                    measure(report, host, size, arguments.quick)
-            side_by_side(report, host, arguments.quick)
-        except WrongError as why:
-            print(f"checkpoint: WRONG RESULT: {why}", file=sys.stderr)
-            return 1
-    report.write(arguments)
+    options = arguments()
+    report = Report("checkpoint", versions={"warmed_gib": str(options.warm)})
+    phases: dict[str, dict[str, float]] = {}
+    try:
+        if options.podman:
+            report.versions["podman"] = podman.check()
+        warm(options.warm)
+        for number, kind in enumerate(options.disks.split(",")):
+            binaries = Path("/opt/belayer/docker28/bin") if options.docker28 else None
+            with disks.disk(kind, options.root, options.disk_gib) as folder, disks.engine(folder, binaries) as docker:
+                report.versions[f"disk_{number}"] = f"{kind}: {disks.kind_of(folder)}"
+                report.versions["docker"] = docker.client().version()["Version"]
+                bench = Bench(report, docker.url, folder, f"_{kind}" if number else "", options.quick, phases)
+                # Docker 28 cannot bring a container back that has a network namespace of its own.
+                options.no_docker_api |= options.docker28
+                measure(bench, options)
+        if options.podman:
+            measure_podman(report, options)
+    except HostUnfit as why:
+        print(f"checkpoint: {why}", file=sys.stderr)
+        return 2
+    except WrongError as why:
+        print(f"checkpoint: WRONG RESULT: {why}", file=sys.stderr)
+        return 1
+    report.extra["phases"] = phases
+    report.write(options)
+    if options.plot:
+        plot_phases(phases, options.plot.with_name(f"{options.plot.stem}-phases{options.plot.suffix}"))
     return 0
 
 

@@ -56,6 +56,7 @@ class Report:
     benchmark: str
     rows: list[Row] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # more keys of the JSON
 
     def add(
         self, metric: str, unit: str, values: Sequence[float], baseline: float | None = None, note: str = ""
@@ -68,6 +69,7 @@ class Report:
             "machine": machine(),
             "versions": {**package_versions(), **self.versions},
             "rows": [row.summary() for row in self.rows],
+            **self.extra,
         }
 
     def write(self, arguments: argparse.Namespace) -> None:
