@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from envkeeper import pbuf
 from envkeeper.mounts import Mount, parse, split
-from envkeeper.preflight import Task, judge
+from envkeeper.preflight import Descriptor, Task, judge
 
 fields = st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 2**63) | st.binary(max_size=300)), max_size=20)
 
@@ -71,7 +71,7 @@ def test_a_clean_tree_has_no_findings() -> None:
         (task(20, 999), "foreign_process"),
         (task(20, 10, "T"), "stopped"),
         (task(20, 10, "t", tracer=11), "traced"),
-        (task(20, 10, descriptors=("anon_inode:[io_uring]",)), "io_uring"),
+        (task(20, 10, descriptors=(Descriptor(5, "anon_inode:[io_uring]"),)), "io_uring"),
     ],
 )
 def test_each_refusal_has_its_name(extra: Task, kind: str) -> None:

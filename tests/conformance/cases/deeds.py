@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import tempfile
 import threading
@@ -172,6 +173,60 @@ def whole_tree(stack: Stack) -> str:
         stack.destroy(box)
 
 
+COUNTER = r"""
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <fcntl.h>
+#include <unistd.h>
+int main(void) {
+    int fd = open("/m", O_RDWR | O_CREAT, 0600);
+    if (fd < 0 || ftruncate(fd, 8192)) return 1;
+    volatile long *file = mmap(0, 8192, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0), n = 0;
+    for (;; usleep(1000)) {
+        if (file[700] != n) { FILE *out = fopen("/torn", "w"); fprintf(out, "%ld in the file, %ld in memory\\n", file[700], n); exit(2); }
+        file[700] = ++n;
+    }
+}
+"""
+
+
+def compiled(stack: Stack) -> str:
+    """A static program that compares its counter with the one in a file that it maps, at each step."""
+    box = stack.create(memory_mb=256)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "c.c").write_text(COUNTER)
+            subprocess.run(["musl-gcc", "-static", "-Os", "-s", "-o", "c", "c.c"], cwd=folder, check=True)
+            data = base64.b64encode((Path(folder) / "c").read_bytes()).decode()
+        box.exec(f"base64 -d > /c <<'B'\n{data}\nB\nchmod +x /c; /c & echo $! > /p")
+        for _ in range(2):
+            box.checkpoint()
+            box.kill()
+            box.restore()
+            step = "python3 -c \"print(open('/m','rb').read(8192)[5600:5608])\""
+            seen = box.exec(f"a=$({step}); until [ \"$({step})\" != \"$a\" ]; do :; done; kill -0 $(cat /p); cat /torn 2>&1")
+            assert seen.stdout == "cat: /torn: No such file or directory\n", seen
+        return "two generations"
+    finally:
+        stack.destroy(box)
+
+
+def clock_gap(stack: Stack) -> str:
+    box = stack.create(memory_mb=256)
+    try:
+        box.exec("python3 -c 'import time; print(time.time())' > /then")
+        made = box.checkpoint()
+        box.kill()
+        back = box.restore_info()
+        gap = float(box.exec("python3 -c 'import time; print(time.time() - float(open(\"/then\").read()))'").stdout)
+        assert back.checkpoint_id == made.checkpoint_id
+        assert 0 < back.clock_gap_s <= gap
+        return "clock_gap_s"
+    finally:
+        stack.destroy(box)
+
+
 def both(stack: Stack, sandbox_id: str) -> dict[str, dict[bytes, tree.Row]]:
     merged = Path(f"/proc/{stack.host.info(sandbox_id).pid}/root")
     seen = {"merged": tree.manifest(merged), "upper": tree.manifest(upper_of(stack, sandbox_id))}
@@ -205,5 +260,7 @@ CASES = [
         refused_at_admission("restart_policy", restart_policy={"Name": "always"})(stack)))),
     Deed(("W61",), "disk full in the middle of a checkpoint", "gvisor pull 14228", REFUSED, disk_full),
     Deed(("W62",), "one file of the upper layer cannot be read", "https://github.com/ai-dynamo/snapshot/issues/142", REFUSED, unreadable_file),
+    Deed(("P33",), "compiled program with a mapped file, compared at each step", TRIAL, EXACT, compiled),
+    Deed(("W53",), "wall clock jumps: the gap is in the restore record", CRIU + "2644", EXACT, clock_gap),
     Deed(("P54",), "the whole file system: every kind of node, name, attribute, owner, time, link and hole", TRIAL, EXACT, whole_tree),
 ]  # fmt: skip

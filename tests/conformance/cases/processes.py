@@ -82,6 +82,37 @@ CASES = [
         "<41 /var 33 77 /dev/pts/0>\n",
     ),
     case(
+        "P32",
+        "tmux: a server, a client that went away, a shell in it",
+        TRIAL,
+        ("export TMUX_TMPDIR=$PWD; tmux -f /dev/null new-session -d -s t -x 80 -y 24 'bash --norc'; "
+         "tmux send-keys -t t 'X=41; cd /var; printf re; echo ady' Enter; "
+         "for _ in $(seq 500); do tmux capture-pane -p -t t | grep -q ^ready && break; sleep 0.01; done; "
+         "tmux list-panes -F '#{pid} #{pane_pid}' > up.tmp && mv up.tmp up",
+         "export TMUX_TMPDIR=$PWD; tmux send-keys -t t 'echo \"<$X $PWD>\"' Enter; "
+         "for _ in $(seq 500); do tmux capture-pane -p -t t | grep -q '^<41 /var>' && break; sleep 0.01; done; "
+         "tmux capture-pane -p -t t | grep '^<'; tmux ls -F '#{session_windows}'"),
+        "<41 /var>\n1\n",
+    ),
+    Case(
+        ("W13",), "tail -f: a watched file", CRIU + "2854",
+        "echo one > l; tail -n +1 -f l > out 2>err & P=$!; wait_for out; echo $P > up",
+        "echo two >> l; for _ in $(seq 500); do grep -q two out && break; sleep 0.01; done; cat out", "one\ntwo\n",
+        unless="watch", twin=False,
+    ),
+    case(
+        "W14 P47",
+        "watches on a folder of the image, on one of its own and on a file",
+        CRIU + "2368",
+        service("f = libc.inotify_init1(0); open('own', 'w'); os.mkdir('d')\n"
+                "w = [libc.inotify_add_watch(f, p, 0x102) for p in (b'/srv', b'd', b'own')]",
+                "open('/srv/new', 'w'); open('d/in', 'w'); open('own', 'a').write('more'); seen = set()\n"
+                "while len(seen) < 3:\n    d = os.read(f, 4096); at = 0\n    while at < len(d): seen.add(struct.unpack_from('i', d, at)[0]);"
+                " at += 16 + struct.unpack_from('I', d, at + 12)[0]\nsay(sorted(seen) == sorted(w))"),
+        "True\n",
+        unless="watch",
+    ),
+    case(
         "B3",
         "signals: blocked, pending with their value, ignored; timers that go on",
         "criu zdtm kinds",
