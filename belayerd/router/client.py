@@ -223,14 +223,15 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         state = self._processor.request_states.get(told.reader)
         if state is not None and state.stats is not None:  # it waited in no queue of this life
             state.stats.queued_ts = state.stats.scheduled_ts = clock.monotonic()
-        mine = self._codec.told(told, 0, position)
-        rest = self._codec.told(told, position, len(told.tokens), end=True)
+        all_mine = 0 < position == len(told.tokens)
+        mine = self._codec.told(told, 0, position, end=all_mine) if position else []
+        rest = [] if all_mine else self._codec.told(told, position, len(told.tokens), end=True)
         if position:
             ticket.skipping, ticket.proceed = True, lambda: self._open(told.reader)
             self._gates[told.reader] = rest
         if told.finish:
             del self._tickets[told.reader]
-        for message in mine if position else rest:
+        for message in mine or rest:
             self.outputs_queue.put_nowait(message)
 
     def _open(self, reader: str) -> None:

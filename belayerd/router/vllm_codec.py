@@ -72,7 +72,8 @@ class Codec:
 
     def told(self, told: ev.Replay, begin: int, until: int, end: bool = False) -> list[Any]:
         """Messages that tell a front end tokens ``begin`` to ``until`` again, with all that came with them; with
-        ``end`` also the finish, if there was one. Raises Refused for a border inside one step of an engine."""
+        ``end`` also the finish, if there was one: in the row of the last token, as it came, because what ends a text
+        decides how its last token is shown. Raises Refused for a border inside one step of an engine."""
         rows = {position: row for position, row in told.rows if begin <= position < until}
         stops = sorted({until, *rows, *(span.start for span in told.spans if begin < span.start < until)})
         messages, at = [], begin
@@ -87,9 +88,10 @@ class Codec:
                 raise Refused(f"position {until} is inside one step of the engine", remedy="ask for position 0")
             messages.append(self.message([row], version))
         if end and told.finish:
-            reason = _REASONS.get(told.finish, FinishReason.ABORT)
-            last = EngineCoreOutput(told.reader, [], finish_reason=reason, stop_reason=told.stop)
-            messages.append(self.message([last], None))
+            if not messages:
+                messages.append(self.message([EngineCoreOutput(told.reader, [])], None))
+            last = messages[-1].outputs[0]
+            last.finish_reason, last.stop_reason = _REASONS.get(told.finish, FinishReason.ABORT), told.stop
         return messages
 
     def _read(self, row: bytes, reader: str) -> Any:

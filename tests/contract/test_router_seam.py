@@ -87,7 +87,6 @@ def test_outputs_of_a_named_request_are_told_again_as_they_came() -> None:
         ("4", [("new", [1, 2])]),
         ("4", [("new", [3])]),
         ("5", [("new", [4])]),
-        (None, [("new", [])]),
     ]
     assert mine[0].outputs[0].new_logprobs.logprobs.shape == (1, 90)
     assert (rest[-1].outputs[0].finish_reason, rest[-1].outputs[0].stop_reason) == (FinishReason.STOP, 7)

