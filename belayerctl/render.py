@@ -167,7 +167,8 @@ def sandboxes(listed: SandboxList) -> Group:
             box.sandbox_id, state(box.state), str(box.boundary), ready, life, box.container_id[:12], str(box.pid)
         )
     reasons = [Text(f"{box.sandbox_id}: {box.reason}", style="yellow") for box in listed.sandboxes if box.reason]
-    return Group(out, *reasons)
+    pool = [Text(f"{listed.waiting} more wait in the pool")] if listed.waiting else []
+    return Group(out, *reasons, *pool)
 
 
 def lineages(found: Lineages) -> Group:

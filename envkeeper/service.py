@@ -58,7 +58,7 @@ class Service:
                 return restore_info(box, back)
             case m.ListSandboxes():
                 rows = tuple(info(box) for _, box in sorted(keeper.boxes.items()))
-                return m.SandboxList(sandboxes=rows, instance=self._instance, pid=os.getpid())
+                return m.SandboxList(sandboxes=rows, instance=self._instance, pid=os.getpid(), waiting=len(keeper.pool))
             case m.ForkSandbox():
                 forks, total = await self._forks.fork(ask)
                 return m.Forked(forks=tuple(restore_info(box, back) for box, back in forks), total_ms=round(total, 3))
@@ -123,6 +123,9 @@ def info(box: Box) -> m.SandboxInfo:
         ready_boundary=ready.boundary if ready else -1,
         ready_checkpoint=ready.checkpoint_id if ready else "",
         context_digest=record.context_digest,
+        user=record.recipe.user,
+        allow=record.recipe.allow,
+        labels=dict(record.recipe.labels),
         reason=record.reason,
     )
 

@@ -25,7 +25,8 @@ class CreateSandbox(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SandboxInfo(Message, frozen=True, kw_only=True, tag=True):
-    """``boundary``: committed actions so far; ``ready_boundary``: that of the READY checkpoint, -1 for none."""
+    """``boundary``: committed actions so far; ``ready_boundary``: that of the READY checkpoint, -1 for none.
+    ``user``: of its actions; ``allow``: its egress; ``labels``: as they were given."""
 
     sandbox_id: str
     incarnation: str
@@ -38,6 +39,9 @@ class SandboxInfo(Message, frozen=True, kw_only=True, tag=True):
     ready_checkpoint: str = ""
     context_digest: str = ""
     reason: str = ""
+    user: str = ""
+    allow: tuple[str, ...] = ()
+    labels: dict[str, str] = {}
 
 
 class ExecAction(Message, frozen=True, kw_only=True, tag=True):
@@ -264,9 +268,12 @@ class ListSandboxes(Message, frozen=True, kw_only=True, tag=True):
 
 
 class SandboxList(Message, frozen=True, kw_only=True, tag=True):
+    """``waiting``: sandboxes of the pool, which are in no list until they have a name."""
+
     sandboxes: tuple[SandboxInfo, ...]
     instance: str = ""
     pid: int = 0
+    waiting: int = 0
 
 
 class ListCheckpoints(Message, frozen=True, kw_only=True, tag=True):

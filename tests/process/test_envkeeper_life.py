@@ -13,6 +13,8 @@ import docker
 import pytest
 
 from belayer.errors import BelayerError, Refused, SandboxLost
+from belayer.messages.sandbox import ListSandboxes, SandboxList
+from belayer.rpc import call_sync
 from belayer.sandbox import Sandbox
 from envkeeper.host import owner_of
 from tests.support.envhost import EnvHost
@@ -61,6 +63,8 @@ def test_a_pool_is_taken_from_refilled_and_never_left_behind(
     try:
         eventually(lambda: len(waiting(client, host)) == 2, within=30, what="the pool is full")
         first = set(waiting(client, host))
+        listed = call_sync(host.paths.envkeeper_sock, ListSandboxes(), SandboxList)
+        assert (listed.waiting, listed.sandboxes) == (2, ())
         box = host.create(name="taken")
         taken = host.info("taken").container_id
         assert taken in first
@@ -220,7 +224,7 @@ def test_labels_and_limits_are_on_the_container(host: EnvHost, client: docker.AP
         limits = seen["HostConfig"]
         assert (limits["Memory"], limits["MemorySwap"], limits["PidsLimit"]) == (77 << 20, 77 << 20, 33)
         assert limits["CpuQuota"] / limits["CpuPeriod"] == 0.5
-        assert seen["Config"]["Labels"]["run"] == "r1"
+        assert seen["Config"]["Labels"]["run"] == host.info(box.sandbox_id).labels["run"] == "r1"
         assert box.exec('hostname; echo "$K"').stdout == "box\nv\n"
         died = box.exec(["python3", "-c", "x = bytearray(200 << 20)"])
         assert (died.exit_code, died.signal) == (137, 9)
