@@ -34,6 +34,7 @@ bench: setup ## handover, checkpoint and owner benchmarks; JSON under .cache/ben
 	@mkdir -p .cache/bench
 	$(PYTHON) -m benchmarks.handover --json .cache/bench/handover.json
 	$(PYTHON) -m benchmarks.checkpoint --json .cache/bench/checkpoint.json
+	$(PYTHON) -m benchmarks.actions --json .cache/bench/actions.json
 	$(PYTHON) -m benchmarks.owner --json .cache/bench/owner.json
 
 stop: ## stop the Docker Engine that setup started, and sandboxes that a killed run left
