@@ -20,6 +20,7 @@ from tests.support.owner_stack import Stack
 from tests.support.wait import eventually
 
 MODELS = {"swap": "swapped", "in_place": "placed"}
+MANY = 2000  # tensors: a layout that no packet holds
 
 
 class Host:
@@ -31,6 +32,11 @@ class Host:
         rows = [
             f'[[model]]\nname = "{name}"\npath = "{self.folder}"\nupdate = "{mode}"\n' for mode, name in MODELS.items()
         ]
+        many = self.folder.parent / "many"
+        many.mkdir()
+        (many / "config.json").write_text("{}")
+        v.save(many / "model.safetensors", {f"w.{n}": np.full(4, n, dtype=np.float32) for n in range(MANY)})
+        rows.append(f'[[model]]\nname = "many"\npath = "{many}"\n')
         slot = '[[slot]]\nname = "slot0"\nmodel = "swapped"\n'
         self.stack.paths.config.write_text("".join(rows) + slot)
         self.path = self.stack.paths.owner_sock("weights")
@@ -253,3 +259,15 @@ def test_a_delta_carries_the_digests_of_untouched_chunks(host: Host, tmp_path: P
     ):
         update.write_folder(folder)
     assert seen(host, "swap") == (info.version, whole(info.version))
+
+
+def test_a_layout_too_large_for_a_packet_rides_beside_it(host: Host) -> None:
+    view = WeightsView(host.client(), "many")
+    assert view.grant.layout == ()
+    assert len(view.tensors) == MANY
+    with begin_update(host.client(o.Role.LOADER), "many") as update:
+        update.write({"w.7": np.full(4, -1, dtype=np.float32)})
+        update.commit()
+    assert view.follow()
+    assert [v.held(view, f"w.{n}").tolist() for n in (6, 7, 8)] == [[6.0] * 4, [-1.0] * 4, [8.0] * 4]
+    view.mapping.close()

@@ -27,6 +27,7 @@ ENGINES = {  # kind -> (dtype of the files, mode of the update)
     "gpt2": ("float32", "swap"),
     "qwen3_moe": ("float32", "swap"),
 }
+DTYPES = {"qwen3": "bfloat16", "gpt_neox": "bfloat16", "opt": "float16"}  # of files and engine; float32 elsewhere
 ASKED = "gpt2"  # its owner asks vLLM itself; for other kinds the answer is there already, to save ten seconds
 
 PRELOAD = (
@@ -38,11 +39,11 @@ PRELOAD = (
 )
 
 
-def recipe_of(folder: Path) -> Any:
+def recipe_of(folder: Path, dtype: str = "float32") -> Any:
     from belayerd.worker.adapter.trace import trace
     from gpuowner.safetensors_file import read_model
 
-    return trace(folder, "float32", read_model(folder))
+    return trace(folder, dtype, read_model(folder))
 
 
 # --- bytes: the owner's layout against vLLM's own loader ---
@@ -60,25 +61,24 @@ def same_bytes(kind: str, root: Path) -> dict[str, Any]:
 
     from gpuowner import recipes
     from gpuowner.layout import place
+    from gpuowner.loader import DTYPES as DTYPE_NAMES
     from gpuowner.loader import load
     from gpuowner.recipe import is_plain
     from gpuowner.safetensors_file import read_model
 
-    folder = root / f"{kind}-1"
+    folder, dtype = root / f"{kind}-1", DTYPES.get(kind, "float32")
     tensors = read_model(folder)
-    recipe = recipe_of(folder)
-    traced, _ = place(recipe, tensors, "F32")
+    recipe = recipe_of(folder, dtype)
+    traced, _ = place(recipe, tensors, DTYPE_NAMES[dtype])
     plain = is_plain(recipes.read_config(folder)[1], tensors)
     if not plain:
-        statefile.save(answer_of(folder, root / "kept"), recipe)
-    loaded = load(kind, folder, "float32", lambda *_: None, kept=root / "kept")
+        statefile.save(answer_of(folder, root / "kept", dtype), recipe)
+    loaded = load(kind, folder, dtype, lambda *_: None, kept=root / "kept")
     specs = {spec.name: spec for spec in loaded.layout}
     data = np.frombuffer(loaded.mapping.buffer(), dtype=np.uint8)
-    args = EngineArgs(
-        model=str(folder), dtype="float32", skip_tokenizer_init=True, enforce_eager=True, max_model_len=16
-    )
+    args = EngineArgs(model=str(folder), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=16)
     config = args.create_engine_config()
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+    with set_current_vllm_config(config), set_default_torch_dtype(getattr(torch, dtype)):
         model = initialize_model(config, model_config=config.model_config)
         DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
     theirs = {name: value.detach().contiguous().view(-1).view(torch.uint8) for name, value in model.named_parameters()}
@@ -105,14 +105,14 @@ def refused(kind: str, root: Path) -> dict[str, Any]:
     return {"said": ""}
 
 
-def answer_of(folder: Path, kept: Path) -> Path:
+def answer_of(folder: Path, kept: Path, dtype: str = "float32") -> Path:
     """Where the owner will look for vLLM's answer."""
     from gpuowner import recipes
     from gpuowner.recipe import key
     from gpuowner.safetensors_file import read_model
 
     raw, _ = recipes.read_config(folder)
-    return kept / f"{key(raw, read_model(folder), 'float32', recipes.engine_version())}.msgpack"
+    return kept / f"{key(raw, read_model(folder), dtype, recipes.engine_version())}.msgpack"
 
 
 # --- tokens: an engine on the owner's memory against vLLM's own ---
@@ -286,7 +286,7 @@ def main() -> None:
 def prepare(root: Path) -> None:
     """The models: two versions of each kind that gets an engine."""
     for kind in tiny_models.KINDS:
-        dtype, _ = ENGINES.get(kind, ("float32", ""))
+        dtype = ENGINES[kind][0] if kind in ENGINES else DTYPES.get(kind, "float32")
         for version in (1, 2) if kind in ENGINES else (1,):
             shard = "100KB" if kind == "qwen2" else "50GB"
             tiny_models.make(kind, root / f"{kind}-{version}", seed=version, dtype=dtype, shard=shard)
