@@ -15,9 +15,10 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from belayer.errors import BelayerError, HostUnfit, Refused
 from belayer.seqpacket import recv_fds
@@ -43,12 +44,21 @@ def make(spec: str, device: int, sizes: tuple[int, ...]) -> Made:
     Without sizes it only finds out whether this host could."""
     if len(sizes) > _MOST or any(nbytes <= 0 for nbytes in sizes):
         raise Refused(f"{len(sizes)} allocations of {sizes} bytes", remedy=f"at most {_MOST} of more than 0 bytes")
+    told, fds = ask("gpuowner.backends.oneshot", [spec, str(device), *map(str, sizes)], len(sizes), _DEADLINE_S)
+    return Made(told["device"], told["granularity"], fds, tuple(told["sizes"]))
+
+
+def ask(
+    module: str, arguments: list[str], count: int, deadline_s: float, keep: tuple[int, ...] = ()
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """Run ``python -m MODULE CHANNEL ARGUMENTS...``; its one packet and the ``count`` descriptors beside it, after it
+    has ended. ``keep``: descriptors that it inherits. Raises HostUnfit or Refused with the child's own words."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
-            child = _start(theirs.fileno(), [spec, str(device), *map(str, sizes)])
+            child = _start(module, theirs.fileno(), arguments, keep)
         try:
-            return _receive(ours, child, len(sizes))
+            return _receive(ours, child, count, deadline_s)
         finally:
             child.kill()  # has ended by now, or is past its deadline
             child.wait()
@@ -56,10 +66,10 @@ def make(spec: str, device: int, sizes: tuple[int, ...]) -> Made:
             child.stderr.close()
 
 
-def _start(channel: int, arguments: list[str]) -> subprocess.Popen[bytes]:
+def _start(module: str, channel: int, arguments: list[str], keep: tuple[int, ...]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "gpuowner.backends.oneshot", str(channel), *arguments],
-        pass_fds=(channel,),
+        [sys.executable, "-m", module, str(channel), *arguments],
+        pass_fds=(channel, *keep),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -67,22 +77,29 @@ def _start(channel: int, arguments: list[str]) -> subprocess.Popen[bytes]:
     )
 
 
-def _receive(ours: socket.socket, child: subprocess.Popen[bytes], count: int) -> Made:
-    ours.settimeout(_DEADLINE_S)
+def _receive(
+    ours: socket.socket, child: subprocess.Popen[bytes], count: int, deadline_s: float
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    ours.settimeout(deadline_s)
     try:
-        data, fds, _ = recv_fds(ours, 1 << 16, max(count, 1))
+        data, fds, _ = recv_fds(ours, 1 << 18, max(count, 1))
     except TimeoutError as why:
-        raise HostUnfit(f"the child that allocates GPU memory did not answer in {_DEADLINE_S:g} s") from why
+        raise HostUnfit(f"the child that allocates GPU memory did not answer in {deadline_s:g} s") from why
     if not data:
         raise _said(child)
-    told = json.loads(data)
-    if len(fds) != count:
+    # Its exit comes before anything is used: what we hold must not depend on a process that might still be there.
+    try:
+        if len(fds) != count:
+            raise Refused(f"the child sent {len(fds)} descriptors for {count}", kept="nothing was allocated")
+        child.wait(_DEADLINE_S)
+    except (Refused, subprocess.TimeoutExpired) as why:
         for fd in fds:
             os.close(fd)
-        raise Refused(f"the child sent {len(fds)} descriptors for {count} allocations", kept="nothing was allocated")
-    # Its exit comes before anything is used: what we hold must not depend on a process that might still be there.
-    child.wait(_DEADLINE_S)
-    return Made(told["device"], told["granularity"], tuple(fds), tuple(told["sizes"]))
+        if isinstance(why, Refused):
+            raise
+        raise HostUnfit("the child that allocates GPU memory does not end: the driver hangs") from why
+    told: dict[str, Any] = json.loads(data)
+    return told, fds
 
 
 def _said(child: subprocess.Popen[bytes]) -> BelayerError:
@@ -102,15 +119,19 @@ def _run(channel: int, spec: str, device: int, wanted: tuple[int, ...]) -> None:
     fds = [driver.export_fd(handle) for handle in handles]
     if driver.has_context(device):
         raise Refused("a context was made where none is needed", remedy="the driver behaves otherwise than cuda.h says")
-    told = {"device": driver.uuid(device), "granularity": grain, "sizes": sizes}
+    answer(channel, {"device": driver.uuid(device), "granularity": grain, "sizes": sizes}, fds)
+
+
+def answer(channel: int, told: dict[str, Any], fds: list[int]) -> None:
+    """The child's one packet."""
     with socket.socket(fileno=channel) as out:
         socket.send_fds(out, [json.dumps(told).encode()], fds)
 
 
-def main() -> NoReturn:
-    channel, spec, device, *sizes = sys.argv[1:]
+def guarded(work: Callable[[], None]) -> NoReturn:
+    """The child's main: 0, or the sentence on stderr and 2 (this host cannot) or 1."""
     try:
-        _run(int(channel), spec, int(device), tuple(map(int, sizes)))
+        work()
     except HostUnfit as why:
         print(why, file=sys.stderr)
         sys.exit(2)
@@ -118,6 +139,11 @@ def main() -> NoReturn:
         print(why, file=sys.stderr)
         sys.exit(1)
     sys.exit(0)
+
+
+def main() -> NoReturn:
+    channel, spec, device, *sizes = sys.argv[1:]
+    guarded(lambda: _run(int(channel), spec, int(device), tuple(map(int, sizes))))
 
 
 if __name__ == "__main__":
