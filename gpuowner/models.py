@@ -9,6 +9,7 @@ ledger says UPDATING before a writer has the descriptor, and SEALED before anybo
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 from belayer.errors import BelayerError, HostUnfit, Refused, WeightsBroken, WeightsTorn
@@ -240,11 +241,14 @@ class Models:
             chunks=asked.chunk_digests,
             digest=asked.digest,
         )
-        return Job(new.difference, lambda bad: self._committed(entry, new, asked.version, bad))
+        return Job(_tried(new.difference), lambda bad: self._committed(entry, new, asked.version, bad))
 
     def _committed(self, entry: ModelEntry, new: Version, number: int, bad: object) -> m.WeightsInfo:
         if bad is not None:
-            reason = f"version {number} of {entry.weights.model}: chunk {bad} differs from the writer's digest"
+            said = (
+                f"it could not be hashed: {bad}" if isinstance(bad, OSError) else f"chunk {bad} differs from its digest"
+            )
+            reason = f"version {number} of {entry.weights.model}: {said}"
             self._give_up(entry, core.Mismatched(reason=reason))
             raise WeightsBroken(
                 reason, kept=f"version {entry.weights.version}, {entry.weights.state.value}", remedy="write it again"
@@ -255,8 +259,9 @@ class Models:
         try:
             self._take(entry, new, after)
         except OSError as why:
-            self._give_up(entry, core.Mismatched(reason=f"version {number} could not be written down: {why}"))
-            raise
+            reason = f"version {number} of {entry.weights.model} could not be written down: {why}"
+            self._give_up(entry, core.Mismatched(reason=reason))
+            raise Refused(reason, kept=f"version {entry.weights.version}, {entry.weights.state.value}") from why
         entry.next, entry.writer = None, ""
         return entry.info()
 
@@ -273,30 +278,28 @@ class Models:
             self._give_up(entry, core.Aborted(stamp=stamp, peer=by.peer, touched=not hashed or bad is not None))
             return entry.info()
 
-        return Job(version.difference if hashed and version else lambda: None, finish)
+        return Job(_tried(version.difference) if hashed and version else lambda: None, finish)
 
     def republish(self, asked: m.RepublishWeights, progress: Progress) -> Job:
         """Load a TORN model from its files again, in a thread; it is refused to readers until it is sealed."""
         entry = self.entry(asked.model, asked.rank)
         stamp = core.Stamp(asked.owner_generation, asked.version)
+        # Not written down: the next life finds TORN, which is what a rebuild that was not finished leaves.
         entry.weights = core.weights_step(entry.weights, core.RebuildBegun(stamp=stamp))
-        self._keeping.save()
 
-        def work() -> Loaded | BelayerError:
+        def work() -> Loaded | BelayerError | OSError:
             try:
                 return entry.source.load(asked.model, progress)
-            except BelayerError as why:
+            except (BelayerError, OSError) as why:
                 return why
 
         def finish(loaded: object) -> m.WeightsInfo:
-            if isinstance(loaded, BelayerError):
-                entry.weights = core.weights_step(entry.weights, core.BuildFailed(reason=loaded.message))
-                self._keeping.save()
-                raise loaded
-            assert isinstance(loaded, Loaded)
             try:
+                if isinstance(loaded, BelayerError | OSError):
+                    raise loaded
+                assert isinstance(loaded, Loaded)
                 self._built(entry, loaded, entry.weights.version + 1)
-            except OSError as why:
+            except (BelayerError, OSError) as why:
                 entry.weights = core.weights_step(entry.weights, core.BuildFailed(reason=str(why)))
                 raise
             return entry.info()
@@ -327,6 +330,18 @@ class Models:
         if version.name:
             self._keeping.drop(version.name)
         version.memory.close()
+
+
+def _tried(work: Callable[[], object]) -> Callable[[], object]:
+    """What fails for want of memory in the thread is a result like another: the update must come to an end."""
+
+    def result() -> object:
+        try:
+            return work()
+        except OSError as why:
+            return why
+
+    return result
 
 
 def _label(entry: ModelEntry) -> str:

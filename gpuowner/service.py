@@ -108,7 +108,8 @@ class Service:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener, self._accept)
         for entry in self.vault.orphans():  # they have no connection whose end would tell
-            loop.add_reader(entry.holder_pidfd, self._orphan_died, entry, entry.holder_pidfd)
+            pidfd = os.dup(entry.holder_pidfd)  # the entry closes its own when the arena is free again
+            loop.add_reader(pidfd, self._orphan_died, entry, entry.pid, pidfd)
         self._watch_store()
         self._feed_watchdog(loop, int(os.environ.get("WATCHDOG_USEC", "0")) / 1e6)
         try:
@@ -118,8 +119,12 @@ class Service:
                 self._renewal.cancel()
             loop.remove_reader(self._listener)
             self._listener.close()
-            for peer in list(self._peers.values()):
-                self._drop(peer, "the owner stops")
+            # No lease and no update ends here: the next life looks for each holder by its process.
+            for peer in self._peers.values():
+                loop.remove_reader(peer.sock)
+                loop.remove_reader(peer.pidfd)
+                peer.sock.close()
+                os.close(peer.pidfd)
             self._path.unlink(missing_ok=True)
 
     def _feed_watchdog(self, loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
@@ -190,6 +195,8 @@ class Service:
             self.vault.keeping.on_lost = self._store_lost
             ended = f"{store.describe()} has ended"
             asyncio.get_running_loop().add_reader(store.fileno(), self.vault.keeping.lost, ended)
+        elif store is None:  # it was lost while models were loaded
+            self._renewal = asyncio.create_task(self._renew_store())
 
     def _store_lost(self, store: Store) -> None:
         if isinstance(store, HolderStore):
@@ -202,11 +209,14 @@ class Service:
         pause = _RENEW_S
         while self._reopen is not None:
             held = {name: os.dup(fd) for name, fd in self.vault.keeping.held.items()}
+            store: HolderStore | None = None
             try:
                 store = await asyncio.to_thread(_filled, self._reopen, held)
                 self.vault.keeping.renew(store, set(held))
             except (StoreLost, OSError) as why:
                 self.vault.keeping.reason = str(why)
+                if store is not None:
+                    store.close()
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_RENEW_S)
             else:
@@ -217,9 +227,10 @@ class Service:
                 for fd in held.values():
                     os.close(fd)
 
-    def _orphan_died(self, entry: ArenaEntry, pidfd: int) -> None:
+    def _orphan_died(self, entry: ArenaEntry, pid: int, pidfd: int) -> None:
         asyncio.get_running_loop().remove_reader(pidfd)
-        if entry.holder_pidfd == pidfd and self.vault.arenas.process_gone(entry):
+        os.close(pidfd)
+        if entry.pid == pid and self.vault.arenas.process_gone(entry):
             self._log("holder_lost", slot=entry.arena.slot, epoch=entry.arena.epoch, who=entry.arena.who, why="it died")
 
     def _answer(self, peer: Peer, data: bytes) -> None:

@@ -85,6 +85,24 @@ def test_a_main_that_dies_while_its_owner_is_away_is_fenced(host: Owners) -> Non
     assert host.fence(info).state == "free"
 
 
+def test_an_owner_that_is_restarted_ends_no_lease_and_no_update(tmp_path: Path) -> None:
+    """SIGTERM and a new start, as an upgrade does: as after a kill."""
+    host = Owners({"m": tiny_model(tmp_path / "m", 1)})
+    try:
+        host.up("kv")
+        main = host.streamer()
+        host.owners["kv"].terminate()
+        assert host.owners["kv"].wait(30) == 0
+        host.up("kv")
+        info = host.the_arena()
+        assert (info.state, info.epoch, info.holder_pid) == ("leased", 0, main.pid)
+        eventually(lambda: host.the_arena().connected, what="the main reclaims")
+        main.kill()
+        host.arena_in("fencing")
+    finally:
+        host.stop()
+
+
 def test_an_adopted_main_that_never_comes_back_is_watched_by_its_process(host: Owners) -> None:
     host.up("kv")
     silent = host.child(
