@@ -112,7 +112,7 @@ def _measure(host: EnvHost, docker: str, name: str) -> int:
             wrong += not right(case, outcome)
             print(f"{case.name:12} {outcome.how:18} {case.title}", flush=True)
             if not right(case, outcome):
-                print(f"             {outcome.words}", flush=True)
+                print(f"             {outcome.words[:400]}", flush=True)
     finally:
         host.stop()
     RESULTS.mkdir(exist_ok=True)
