@@ -118,7 +118,7 @@ class Bench:
 
     def size(self, host: LocalHost, size: Size, base: Series) -> None:
         seen = self.rounds(host, size, size.quick if self.quick else size.n)
-        note = f"{size}; baseline: Docker's checkpoint API (n={len(base.frozen)})"
+        note = str(size) + (f"; baseline: Docker's checkpoint API (n={len(base.frozen)})" if base.frozen else "")
         self.add(f"frozen_{size.name}", "ms", seen.frozen, base.frozen, note)
         self.add(f"checkpoint_total_{size.name}", "ms", seen.total, base.total, "call to READY, hashed and on disk")
         self.add(f"restore_{size.name}", "ms", seen.restored, base.restored, note)
@@ -215,7 +215,9 @@ def measure_podman(report: Report, options: argparse.Namespace) -> None:
         if size.name in options.sizes.split(",") and not (options.quick and size.name != "small"):
             n = 1 if options.quick or size.name == "large" else 5
             frozen, restored = podman.measure(size, n, options.root)
-            report.add(f"podman_checkpoint_{size.name}", "ms", frozen, None, f"{size}; the whole command, verified")
+            report.add(
+                f"podman_checkpoint_{size.name}", "ms", frozen, None, f"{size}; the whole command, ends its source"
+            )
             report.add(f"podman_restore_{size.name}", "ms", restored, None, "the whole command, verified")
 
 
