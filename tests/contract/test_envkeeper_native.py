@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import struct
 import subprocess
 import tarfile
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
+from random import Random
 
 import docker
 import docker.errors
@@ -16,7 +19,7 @@ import pytest
 
 from belayer.errors import BelayerError
 from belayer.sandbox import Sandbox
-from envkeeper.agentlink import SOCKET_IN_SANDBOX, AgentLink, open_pidfd
+from envkeeper.agentlink import SOCKET_IN_SANDBOX, Action, AgentLink, open_pidfd
 from tests.support.envhost import TREE, EnvHost
 
 pytestmark = pytest.mark.docker
@@ -81,6 +84,47 @@ def test_garbage_and_oversize_requests_are_refused_and_the_agent_lives(host: Env
                 answer += more
         assert word in answer
     assert box.exec("echo fine").stdout == "fine\n"
+
+
+def test_no_request_however_broken_ends_pid_1(host: EnvHost, box: Sandbox) -> None:
+    """Whole requests with bytes changed, cut short, or of random bytes; the seed is fixed, so a failure comes again."""
+    random = Random(20)
+    parts = [b"", b"/tmp/f", b"/", b"/a/../b", b"/x/y/z", b"nobody", b"0:0", b":", b"x" * 300]
+    path = f"/proc/{host.info(box.sandbox_id).pid}/root/{SOCKET_IN_SANDBOX}"
+
+    def text() -> bytes:
+        data = random.choice(parts)
+        return struct.pack("<I", len(data)) + data + b"\0"
+
+    def request() -> bytes:
+        match random.choice(b"XXWRKNQP?"):
+            case 88:
+                action = Action(7, random.choice([b"true", (b"true",)]), 1, random.choice([0, 1, 2, 99]), stdin=b"in")
+                body = bytearray(b"X" + action.encode())
+            case 87:
+                body = bytearray(b"W" + random.randbytes(16) + text() + text() + text())
+            case 82:
+                body = bytearray(b"R" + random.randbytes(12) + text())
+            case kind:
+                body = bytearray(bytes([kind]) + random.randbytes(random.choice([0, 1, 8, 64, 5000])))
+        for _ in range(random.randrange(4)):
+            body[random.randrange(1, len(body)) if len(body) > 1 else 0] = random.randrange(256)
+        return bytes(body[: random.randrange(len(body)) + 1] if random.random() < 0.2 else body)
+
+    for _ in range(400):
+        data = request()
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(20)
+            sock.connect(path)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                sock.sendall(struct.pack("<I", len(data)) + data)
+                while random.random() < 0.9 and sock.recv(1 << 16):
+                    pass
+    assert host.info(box.sandbox_id).state == "running"
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        sock.sendall(b"\1\0\0\0P")
+        assert sock.recv(5)[4:] == b"p"
 
 
 def test_nonce_lives_in_memory_only(link: AgentLink, box: Sandbox) -> None:
