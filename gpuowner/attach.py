@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -48,7 +49,7 @@ class OwnerClient:
     def __init__(self, path: Path, role: m.Role, who: str, timeout: float = 10.0) -> None:
         self._path, self._role, self._who, self._timeout = path, role, who, timeout
         self._lock = threading.RLock()
-        self._rejoins: list[Rejoin] = []
+        self._rejoins: list[weakref.WeakMethod[Rejoin]] = []
         self._closed = False
         self._keeper: threading.Thread | None = None
         self._open()
@@ -84,9 +85,10 @@ class OwnerClient:
                 raise OwnerGone(f"the owner of {self.welcome.kind} (pid {self.welcome.pid}) has ended") from why
 
     def on_return(self, rejoin: Rejoin) -> None:
-        """Call ``rejoin`` on each connection that replaces a broken one, before it is used for anything else."""
+        """Call the method ``rejoin`` on each connection that replaces a broken one, before it is used for anything
+        else; for as long as its object lives, which holds us and is not held by us."""
         with self._lock:
-            self._rejoins.append(rejoin)
+            self._rejoins.append(weakref.WeakMethod(rejoin))
 
     def keep(self, told: Callable[[str], None]) -> None:
         """Hold the connection for as long as the process lives; ``told`` gets a sentence whenever it was mended, or a
@@ -122,7 +124,7 @@ class OwnerClient:
         broken.close()
         os.close(pidfd)
         said = [f"owner of {self.welcome.kind} generation {was} -> {self.welcome.owner_generation}"]
-        for rejoin in self._rejoins:
+        for rejoin in filter(None, [one() for one in self._rejoins]):
             try:
                 rejoin(self._client, self.welcome.owner_generation)
             except BelayerError as why:  # refused by name: what is mapped stays mapped, and belayerd sees the refusal
