@@ -3,8 +3,8 @@
 . "$(dirname "$0")/lib.sh"
 
 # command:package pairs; a command that is found (from whatever source) needs no package.
-WANTED="dockerd:docker.io runc:runc containerd:containerd iptables:iptables patchelf:patchelf debootstrap:debootstrap
-musl-gcc:musl-tools gcc:gcc g++:g++ git:git make:make ip:iproute2 mkfs.xfs:xfsprogs nsenter:util-linux tar:tar xz:xz-utils"
+WANTED="dockerd:docker.io runc:runc containerd:containerd iptables:iptables patchelf:patchelf debootstrap:debootstrap musl-gcc:musl-tools gcc:gcc
+g++:g++ git:git make:make ip:iproute2 mkfs.xfs:xfsprogs nsenter:util-linux tar:tar xz:xz-utils"
 LIBRARIES="libnuma1 ca-certificates"
 
 missing=()

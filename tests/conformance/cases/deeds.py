@@ -205,7 +205,9 @@ def compiled(stack: Stack) -> str:
             box.kill()
             box.restore()
             step = "python3 -c \"print(open('/m','rb').read(8192)[5600:5608])\""
-            seen = box.exec(f"a=$({step}); until [ \"$({step})\" != \"$a\" ]; do :; done; kill -0 $(cat /p); cat /torn 2>&1")
+            seen = box.exec(
+                f'a=$({step}); until [ "$({step})" != "$a" ]; do :; done; kill -0 $(cat /p); cat /torn 2>&1'
+            )
             assert seen.stdout == "cat: /torn: No such file or directory\n", seen
         return "two generations"
     finally:
