@@ -1,4 +1,4 @@
-"""The host's end of the agent protocol (frames in ``agent/agent.c``).
+"""The host's end of the agent protocol (frames in ``agent/main.c``).
 
 The agent's socket lies in the container's file system and is reached through ``/proc/<pid>/root``: nothing of the host
 is mounted writable into the sandbox for it, and each of N forks has its own. One connection carries one request and
@@ -131,8 +131,14 @@ class AgentLink:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def status(self, timeout_s: float = 5.0) -> AgentStatus:
-        body = self._ask(b"P", b"", b"p", timeout_s)
-        return AgentStatus(*struct.unpack("<IIIQ", body))
+        """Raises AgentError for an agent of another version of ours, which would read our requests wrongly."""
+        status = AgentStatus(*struct.unpack("<IIIQ", self._ask(b"P", b"", b"p", timeout_s)))
+        if status.protocol != PROTOCOL:
+            raise AgentError(
+                f"its agent speaks protocol {status.protocol}, this envkeeper {PROTOCOL}",
+                remedy="go on with the version of envkeeper that made the sandbox",
+            )
+        return status
 
     def set_nonce(self, nonce: bytes, timeout_s: float = 5.0) -> None:
         self._ask(b"N", nonce, b"k", timeout_s)

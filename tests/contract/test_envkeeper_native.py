@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from random import Random
+from threading import Thread
 
 import docker
 import docker.errors
@@ -19,7 +20,7 @@ import pytest
 
 from belayer.errors import BelayerError
 from belayer.sandbox import Sandbox
-from envkeeper.agentlink import SOCKET_IN_SANDBOX, Action, AgentLink, open_pidfd
+from envkeeper.agentlink import SOCKET_IN_SANDBOX, Action, AgentError, AgentLink, open_pidfd
 from tests.support.envhost import TREE, EnvHost
 
 pytestmark = pytest.mark.docker
@@ -84,6 +85,30 @@ def test_garbage_and_oversize_requests_are_refused_and_the_agent_lives(host: Env
                 answer += more
         assert word in answer
     assert box.exec("echo fine").stdout == "fine\n"
+
+
+def test_an_agent_of_another_protocol_is_not_spoken_to(tmp_path: Path) -> None:
+    """A stand-in that answers as an older one would, where a link looks for the agent."""
+    old = struct.pack("<IIIQ", 1, 1, 0, 4)
+    pidfd = os.pidfd_open(os.getpid())
+    link = AgentLink(os.getpid(), pidfd)
+    link._path = str(tmp_path / "sock")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(link._path)
+        listener.listen()
+
+        def answer() -> None:
+            conn, _ = listener.accept()
+            conn.recv(64)
+            conn.sendall(struct.pack("<I", len(old) + 1) + b"p" + old)
+            conn.close()
+
+        speaker = Thread(target=answer)
+        speaker.start()
+        with pytest.raises(AgentError, match="protocol 1, this envkeeper 2"):
+            link.status()
+        speaker.join()
+    os.close(pidfd)
 
 
 def test_no_request_however_broken_ends_pid_1(host: EnvHost, box: Sandbox) -> None:
