@@ -208,6 +208,13 @@ def test_one_writer_the_next_version_and_names_that_fit(host: Host) -> None:
         update.write_sparse({"model.norm.weight": Sparse([0], norm[:1])})
     assert update.abort().state == "sealed"
     assert seen(host, "swap") == (last, whole(last))
+    embed = "model.embed_tokens.weight"
+    twice = begin_update(client, MODELS["swap"])
+    with pytest.raises(WeightsBroken, match=r"lm_head\.weight and model\.embed_tokens\.weight are one tensor"):
+        twice.write({embed: v.tensor(embed, last + 1), "lm_head.weight": v.tensor(embed, last + 2)})
+    twice.write({embed: v.tensor(embed, last + 1), "lm_head.weight": v.tensor(embed, last + 1)})
+    last = twice.commit().version
+    assert seen(host, "swap") == (last, {name: {last if name == embed else last - 1} for name in v.SHAPES})
     delta = begin_update(client, MODELS["swap"])
     with pytest.raises(WeightsBroken, match="do not fit"):
         delta.write_sparse({"model.norm.weight": Sparse([64], norm[:1])})

@@ -28,6 +28,7 @@ ENGINES = {  # kind -> (dtype of the files, mode of the update)
     "qwen3_moe": ("float32", "swap"),
 }
 DTYPES = {"qwen3": "bfloat16", "gpt_neox": "bfloat16", "opt": "float16"}  # of files and engine; float32 elsewhere
+STATE_DICT = "gpt2"  # updated as a trainer does it: tied and transposed tensors from torch
 ASKED = "gpt2"  # its owner asks vLLM itself; for other kinds the answer is there already, to save ten seconds
 
 PRELOAD = (
@@ -182,7 +183,12 @@ def ours(stack: Any, second: Path, mode: str) -> dict[str, Any]:
     held = on_board(core)  # and no step is taken until the engine has moved
     loader = OwnerClient(path, Role.LOADER, "trainer", timeout=60.0)
     update = begin_update(loader, model.name, mode=mode, whole=True)
-    update.write_folder(second)
+    if STATE_DICT in second.name:
+        import transformers
+
+        update.write(transformers.AutoModelForCausalLM.from_pretrained(second).state_dict())
+    else:
+        update.write_folder(second)
     update.commit()
     moved = weights.move_engine(core)
     across = held + finish(core)
