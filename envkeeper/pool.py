@@ -95,7 +95,7 @@ class Pool:
                         if isinstance(made, tuple):
                             await self._thread(self._drop, Waiting(born, *made))
                     raise
-                except BelayerError as why:
+                except (BelayerError, OSError) as why:  # tried again: a pool is a help, and nobody waits for it
                     self._log.warning("the pool is not refilled", why=str(why))
                     await asyncio.sleep(_AFTER_FAILURE_S)
                     continue
