@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envkeeper.budget import Entry, Limits, Plan, plan
@@ -59,6 +59,7 @@ def rest(entries: list[Entry], found: Plan) -> list[Entry]:
     return [e for e in entries if e not in found.delete]
 
 
+@settings(deadline=None)
 @given(stores(), limits, st.integers(0, 100))
 def test_what_must_stay_stays_and_the_books_are_right(entries: list[Entry], limit: Limits, incoming: int) -> None:
     found = plan(entries, NOW, limit, incoming)
@@ -71,6 +72,7 @@ def test_what_must_stay_stays_and_the_books_are_right(entries: list[Entry], limi
         assert all(e.kept for e in left), "everything that may go has gone before a refusal"
 
 
+@settings(deadline=None)
 @given(stores(), limits, st.integers(0, 100))
 def test_it_is_stable_and_knows_no_order_of_its_input(entries: list[Entry], limit: Limits, incoming: int) -> None:
     found = plan(entries, NOW, limit, incoming)
@@ -80,6 +82,7 @@ def test_it_is_stable_and_knows_no_order_of_its_input(entries: list[Entry], limi
     assert (again.used, again.fits) == (found.used, found.fits)
 
 
+@settings(deadline=None)
 @given(stores(), st.integers(1, 300), st.integers(0, 100))
 def test_no_more_goes_than_is_needed(entries: list[Entry], high: int, incoming: int) -> None:
     limit = Limits(high=high, low=high, keep=100)
@@ -89,6 +92,7 @@ def test_no_more_goes_than_is_needed(entries: list[Entry], high: int, incoming: 
         assert used(without_last) + incoming > high
 
 
+@settings(deadline=None)
 @given(stores(), limits)
 def test_nothing_expired_is_left_and_without_limits_only_keep_counts(entries: list[Entry], limit: Limits) -> None:
     left = rest(entries, plan(entries, NOW, limit))
