@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -86,34 +87,28 @@ def test_the_arm64_agent_runs(installed: Path, tmp_path: Path) -> None:
     run.mkdir()
     agent = [QEMU, str(tmp_path / "agent/current")] if QEMU else [str(tmp_path / "agent/current")]
     script = f'mount --bind {run} /run && exec "$@"'
-    unshare = [
-        "unshare",
-        "--pid",
-        "--mount",
-        "--fork",
-        "--kill-child",
-        "--mount-proc",
-        "sh",
-        "-ec",
-        script,
-        "sh",
-        *agent,
-    ]
+    unshare = ["unshare", "--pid", "--mount", "--fork", "--mount-proc", "sh", "-ec", script, "sh", *agent]
     holder = subprocess.Popen(unshare)
     try:
-        eventually((run / "belayer-agent.sock").exists, within=30, what="the agent listens", every=0.05)
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
-        pid = int(children.read_text().split()[0])
+        pid = int(eventually(children.read_text, within=30, what="PID 1 of the namespace").split()[0])
         pidfd = open_pidfd(pid)
-        link = AgentLink(pid, pidfd)
-        assert link.status(30).protocol == PROTOCOL
-        assert link.run(Action(1, (b"/bin/echo", b"direct"), 30, 4096)).stdout == b"direct\n"
-        assert link.run(Action(2, b"X=7; echo $X", 30, 4096)).stdout == b"7\n"
-        ended = link.run(Action(3, b"setsid sleep 71 & sleep 70", 1, 4096))
-        assert (ended.code, ended.timed_out) == (124, True)
-        link.set_nonce(b"n" * 32)
-        assert link.ask_nonce() == b"n" * 32
-        os.close(pidfd)
+        try:
+            eventually((run / "belayer-agent.sock").exists, within=30, what="the agent listens", every=0.05)
+            speak(AgentLink(pid, pidfd))
+        finally:
+            # By hand: the death of its parent does not end PID 1 of a namespace.
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
     finally:
-        holder.kill()
-        holder.wait()
+        holder.wait(30)
+
+
+def speak(link: AgentLink) -> None:
+    assert link.status(30).protocol == PROTOCOL
+    assert link.run(Action(1, (b"/bin/echo", b"direct"), 30, 4096)).stdout == b"direct\n"
+    assert link.run(Action(2, b"X=7; echo $X", 30, 4096)).stdout == b"7\n"
+    ended = link.run(Action(3, b"setsid sleep 71 & sleep 70", 1, 4096))
+    assert (ended.code, ended.timed_out) == (124, True)
+    link.set_nonce(b"n" * 32)
+    assert link.ask_nonce() == b"n" * 32
