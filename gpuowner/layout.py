@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from belayer.errors import WeightsBroken
 from belayer.messages.owner import TensorSpec
-from gpuowner.recipe import Param, Piece, Recipe, c_strides, merged
+from gpuowner.recipe import Param, Piece, Recipe, c_strides, is_run, merged
 from gpuowner.safetensors_file import ITEM_BYTES, RawTensor, elements
 
 ALIGN = 64  # bytes: a cache line, and enough for every vector load
@@ -112,16 +112,30 @@ def _tied(alias: str, base: TensorSpec) -> TensorSpec:
 
 def _disjoint(param: Param, pieces: list[Piece]) -> None:
     """No element of ``param`` may be written twice: which copy wins would be the loader's accident."""
-    if len(pieces) == 1 and pieces[0].strides == c_strides(pieces[0].shape):
-        inside = pieces[0].offset >= 0 and pieces[0].offset + elements(pieces[0].shape) <= elements(param.shape)
-        if inside:
-            return
-    taken = np.zeros(elements(param.shape), dtype=np.bool_)
+    count = elements(param.shape)
     for piece in pieces:
         last = piece.offset + sum((n - 1) * s for n, s in zip(piece.shape, piece.strides, strict=True))
-        if piece.offset < 0 or last >= taken.size or min((0, *piece.strides)) < 0:
+        if piece.offset < 0 or last >= count or min((0, *piece.strides)) < 0:
             raise WeightsBroken(f"{piece.source} does not fit into {param.name} of shape {list(param.shape)}")
+    if all(is_run(piece.shape, piece.strides) for piece in pieces):
+        _runs_disjoint(param, pieces)
+        return
+    taken = np.zeros(count, dtype=np.bool_)
+    for piece in pieces:
         part = np.lib.stride_tricks.as_strided(taken[piece.offset :], piece.shape, piece.strides)
         if part.any():
-            raise WeightsBroken(f"{piece.source} is written over another part of {param.name}")
+            raise _twice(piece, param)
         part[...] = True
+
+
+def _runs_disjoint(param: Param, pieces: list[Piece]) -> None:
+    """As above, without a map of every element: the experts of a mixture are many and large."""
+    end = 0
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        if piece.offset < end:
+            raise _twice(piece, param)
+        end = piece.offset + elements(piece.shape)
+
+
+def _twice(piece: Piece, param: Param) -> WeightsBroken:
+    return WeightsBroken(f"{piece.source} is written over another part of {param.name}", kept="nothing was sealed")

@@ -78,6 +78,11 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(out))
 
 
+def is_run(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether these items lie side by side (the stride of an axis of one item says nothing)."""
+    return all(size == 1 or mine == whole for size, mine, whole in zip(shape, strides, c_strides(shape), strict=True))
+
+
 def is_plain(config: Mapping[str, Any], tensors: Iterable[str]) -> bool:
     """Whether the rule of this module applies. A config without an architecture has nobody else to ask."""
     if "quantization_config" in config:

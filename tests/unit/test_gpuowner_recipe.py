@@ -17,7 +17,7 @@ from gpuowner.copying import Files, MapSink, array_jobs, base_jobs, file_jobs, r
 from gpuowner.digest import CHUNK, chunk_digests, first_difference
 from gpuowner.layout import place
 from gpuowner.parts import Parts, complement
-from gpuowner.recipe import Param, Piece, Recipe, c_strides, is_plain, key, merged, plain_recipe
+from gpuowner.recipe import Param, Piece, Recipe, c_strides, is_plain, is_run, key, merged, plain_recipe
 from gpuowner.safetensors_file import RawTensor
 from gpuowner.tensors import host_tensor, raw_tensor
 from gpuowner.vmem import MAP_ANONYMOUS, MAP_PRIVATE, PROT_READ, PROT_WRITE, Mapping
@@ -104,6 +104,10 @@ def test_items_are_found_in_every_part() -> None:
             [Piece("w", "p", (2, 4), 0, (4, 1), 0, (4, 1)), Piece("v", "p", (2, 4), 0, (4, 1), 4, (4, 1))],
             "over another",
         ),
+        (
+            [Piece("w", "p", (2, 4), 0, (4, 1), 0, (8, 1)), Piece("v", "p", (2, 4), 0, (4, 1), 2, (8, 1))],
+            "over another",
+        ),
         ([Piece("w", "p", (2, 4), 0, (4, 1), 12, (4, 1))], "does not fit into p"),
         ([Piece("w", "p", (2, 4), 0, (4, 1), 0, (-4, 1))], "does not fit into p"),
         ([], "nothing in the files fills p"),
@@ -121,6 +125,8 @@ def test_neighbouring_copies_become_one_piece() -> None:
     apart = [rows[0], Piece("w", "p", (2, 4), 8, (4, 1), 9, (4, 1))]
     assert merged(apart) == apart
     assert c_strides((2, 3, 4)) == (12, 4, 1)
+    assert is_run((1, 3, 4), (99, 4, 1))
+    assert not is_run((2, 3, 4), (99, 4, 1))
 
 
 def test_the_rule_is_only_for_what_it_was_written_for() -> None:

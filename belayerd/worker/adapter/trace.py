@@ -23,7 +23,8 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from belayer.errors import WeightsBroken
-from gpuowner.recipe import Param, Piece, Recipe, c_strides
+from gpuowner.parts import complement
+from gpuowner.recipe import Param, Piece, Recipe, is_run
 from gpuowner.recipes import read_config
 from gpuowner.safetensors_file import RawTensor, elements
 
@@ -171,16 +172,19 @@ def _covered(name: str, tensor: torch.Tensor, notes: _Notes) -> None:
     """Every element comes from the files or is zero (padding), else the engine would compute with what lay there."""
     count = elements(tuple(tensor.shape))
     pieces = [piece for piece in notes.pieces if piece.target == name]
-    if len(pieces) == 1 and pieces[0].shape == tuple(tensor.shape) and pieces[0].strides == c_strides(pieces[0].shape):
-        return
-    taken = np.zeros(count, dtype=np.bool_)
     regions = [(piece.offset, piece.shape, piece.strides) for piece in pieces]
     regions += [(z.storage_offset(), tuple(z.shape), tuple(z.stride())) for at, z in notes.zeroed if at == name]
-    for offset, shape, strides in regions:
-        if elements(shape):
-            np.lib.stride_tricks.as_strided(taken[offset:], shape, strides)[...] = True
-    if not taken.all():
-        raise _cannot(f"the files fill {int(taken.sum())} of the {count} elements of {name}")
+    if all(is_run(shape, strides) for _, shape, strides in regions):
+        gaps = complement([(offset, offset + elements(shape)) for offset, shape, _ in regions], 0, count)
+        filled = count - sum(end - start for start, end in gaps)
+    else:
+        taken = np.zeros(count, dtype=np.bool_)
+        for offset, shape, strides in regions:
+            if elements(shape):
+                np.lib.stride_tricks.as_strided(taken[offset:], shape, strides)[...] = True
+        filled = int(taken.sum())
+    if filled != count:
+        raise _cannot(f"the files fill {filled} of the {count} elements of {name}")
 
 
 def _storage(tensor: torch.Tensor) -> int:
