@@ -244,6 +244,8 @@ class Keeper:
         if self._chores:
             await asyncio.wait(self._chores, timeout=10)
         self.story.close()
+        if self.seal is not None:
+            self.seal.leave()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- inside ----

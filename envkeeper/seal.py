@@ -11,6 +11,7 @@ moved, dropped or cut off; the associated data names checkpoint and file, so tha
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -62,6 +63,12 @@ class Seal:
         """Remove the plain files below ``scratch/name``."""
         if (self.scratch / name).exists():
             shutil.rmtree(self.scratch / name)
+
+    def leave(self) -> None:
+        """At the end of the daemon: no folder stays where nothing is in it."""
+        for folder in (*self.scratch.iterdir(), self.scratch):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
     @staticmethod
     def _each(source: Path, target: Path, names: Iterable[Path], work: Callable[[Path, Path, bytes], None]) -> None:

@@ -17,6 +17,7 @@ from belayer.rpc import call_sync
 from belayer.sandbox import Sandbox
 from belayer.story import Incidents
 from belayer.trajectory import context_digest
+from envkeeper.host import owner_of
 from tests.support.envhost import TREE, EnvHost
 from tests.support.wait import eventually
 
@@ -369,5 +370,10 @@ def test_a_budget_that_cannot_be_met_refuses_by_name_and_secrets_are_sealed() ->
             assert scratch == [], "what was decrypted is removed"
             forks = box.fork(2)
             assert [fork.exec("echo $SECRET").stdout for fork in forks] == ["hunter2-in-memory\n"] * 2
+            for name in host.listed():
+                host.destroy(name)
+            scratch_of = Path("/dev/shm") / f"belayer-{owner_of(host.paths)}"
+            assert scratch_of.is_dir()
         finally:
             host.stop()
+        assert not scratch_of.exists()
