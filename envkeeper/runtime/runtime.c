@@ -6,8 +6,9 @@
  * It is keyed by the id and lies outside of everything an image can influence; an environment variable would let an
  * image name a path of the host.
  *
- * A container of this runtime is started once. CLAIMS/<container id>.once is made (O_EXCL) by its first start; a second
- * one would run the image's command over the upper layer of a life that has ended, next to its successor: refused.
+ * A sandbox's container (one with CLAIMS/<container id>.owner) is started once: CLAIMS/<container id>.once is made (O_EXCL)
+ * by its first start. A second one would run the image's command over the upper layer of a life that has ended, next to
+ * its successor: refused.
  *
  * Lines of a claim, key=value: images, work, config (a CRIU configuration file), path (PATH for runc and criu),
  * network ("none": loopback only).
@@ -183,10 +184,12 @@ static void settings_of_api(int argc, char **argv, int verb) {
         if (strcmp(argv[i], "--bundle") == 0) annotate(argv[i + 1], value(kept, "config"), 0);
 }
 
-/* Without the folder there is no envkeeper on this host, and the container is nobody's sandbox. */
+/* Without an owner the container is nobody's sandbox, and whoever made it may do as he likes. */
 static void only_once(const char *claim) {
-    char once[520];
+    char once[520], owner[520];
     snprintf(once, sizeof once, "%s.once", claim);
+    snprintf(owner, sizeof owner, "%s.owner", claim);
+    if (access(owner, F_OK)) return;
     int fd = open(once, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd >= 0) close(fd);
     else if (errno == EEXIST) die("this container has been started before: a sandbox has one life, restore its checkpoint");
