@@ -151,7 +151,7 @@ def python(body: str, up: str = "up()") -> str:
     return f"cat > main.py <<'PROGRAM'\n{HEAD}{body}\n{up}\nsignal.pause()\nPROGRAM\npython3 main.py </dev/null >err 2>&1 &\nwait_up"
 
 
-KILL = "kill -9 $(cat up); rm -f up; wait 2>/dev/null; true"
+KILL = "P=$(cat up); kill -9 $P; rm -f up; wait $P 2>/dev/null; true"
 
 CASES = [
     Refusal(
