@@ -21,9 +21,9 @@ class Role(StrEnum):
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor of the mapping: ``offset`` in bytes, ``shape`` in elements; ``dtype`` as in safetensors.
 
-    Without ``alias_of`` it is a tensor of the engine and owns its bytes (none: a name that the engine ignores); with it,
-    it is a part or a tied name of that tensor. ``source``: the file's tensor that fills it. ``strides`` (in the mapping)
-    and ``source_strides`` are in elements, () for C order without a gap; ``source_offset`` in elements;
+    Without ``alias_of`` it is a tensor of the engine and owns its bytes (none: a name that the engine ignores); with
+    it, it is a part or a tied name of that tensor. ``source``: the file's tensor that fills it. ``strides`` (in the
+    mapping) and ``source_strides`` are in elements, () for C order without a gap; ``source_offset`` in elements;
     ``source_shape`` is () where it is ``shape``."""
 
     name: str
