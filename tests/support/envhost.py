@@ -18,6 +18,7 @@ from belayer.messages.sandbox import DestroySandbox, ListSandboxes, SandboxInfo,
 from belayer.paths import Paths
 from belayer.rpc import call_sync
 from belayer.sandbox import Sandbox
+from envkeeper import marks
 from envkeeper.host import owner_of
 from tests.support.wait import eventually
 
@@ -104,6 +105,7 @@ class EnvHost:
         try:
             for container_id in self.containers():
                 client.remove_container(container_id, force=True, v=True)
+                marks.forget(container_id)
         finally:
             client.close()
 
