@@ -217,13 +217,16 @@ def compiled(stack: Stack) -> str:
 def clock_gap(stack: Stack) -> str:
     box = stack.create(memory_mb=256)
     try:
-        box.exec("python3 -c 'import time; print(time.time())' > /then")
+        clocks = "import time; print(time.time(), time.monotonic())"
+        box.exec(f"python3 -c '{clocks}' > /then")
         made = box.checkpoint()
         box.kill()
         back = box.restore_info()
-        gap = float(box.exec("python3 -c 'import time; print(time.time() - float(open(\"/then\").read()))'").stdout)
+        now, then = (box.exec(words).stdout.split() for words in (f"python3 -c '{clocks}'", "cat /then"))
+        wall, monotonic = (float(a) - float(b) for a, b in zip(now, then, strict=True))
         assert back.checkpoint_id == made.checkpoint_id
-        assert 0 < back.clock_gap_s <= gap
+        assert 0 < back.clock_gap_s <= wall
+        assert wall - monotonic > back.total_ms / 2000, "the monotonic clock went on while the sandbox was dead"
         return "clock_gap_s"
     finally:
         stack.destroy(box)
