@@ -87,10 +87,11 @@ class Slot(_Section, frozen=True, kw_only=True):
 class Router(_Section, frozen=True, kw_only=True):
     """``journal_every``: tokens of one request between two journal records (the paper's k = 256).
     ``request_deadline_s``: how long an interrupted or new request may wait without a worker; ``silence_s``: how long a
-    worker may have one without a word; ``read_deadline_s``: how long a client may take to send one.
-    ``journal_sync``: when the disk is waited for. ``same_id``: a second request with the id of a running one is
-    refused, or hears the same stream. ``on_death``: what becomes of requests whose worker dies and who say nothing.
-    ``tool_parser``, ``reasoning_parser``: vLLM's names of them for this model ("": no tool calls, no reasoning)."""
+    worker may have one without a word; ``link_silence_s``: how long a worker may not answer; ``read_deadline_s``: how
+    long a client may take to send a request. ``journal_sync``: when the disk is waited for. ``same_id``: a second
+    request with the id of a running one is refused, or hears the same stream. ``on_death``: what becomes of requests
+    whose worker dies and who say nothing. ``tool_parser``, ``reasoning_parser``: vLLM's names of them for this model
+    ("": no tool calls, no reasoning)."""
 
     host: Text = "127.0.0.1"
     port: Port = 8000
@@ -102,6 +103,7 @@ class Router(_Section, frozen=True, kw_only=True):
     on_death: Literal["resume", "abort", "error"] = "resume"
     request_deadline_s: Positive = 120.0
     silence_s: Positive = 300.0
+    link_silence_s: Positive = 30.0
     read_deadline_s: Positive = 30.0
     max_body_mb: PositiveInt = 64
     max_requests: PositiveInt = 4096

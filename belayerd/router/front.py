@@ -98,6 +98,7 @@ class Front:
             log.warning("journal_damaged", where=damage)
         book = journal.Journal(folder, instance, router.journal_max_mb << 20, self._live, router.journal_sync)
         self.shell = Shell(self.core, book, codec, client[0], client[0].client_index, log)
+        self.shell.link_silence_s = router.link_silence_s
         self._client = client[0]
         self._client.attach(self.shell, self._engine.output_processor)
         self.shell.recover(story.past() for story in earlier.stories.values())

@@ -7,6 +7,7 @@ Header or body field (the header wins): ``X-Request-Id`` / ``request_id``, ``X-B
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ NAMES = {
 ADMITTED = {*NAMES, "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/pooling", "/v1/embeddings"}
 RETRY_AFTER_S = 1
 _MAX_ID = 256
+_DISCARD, _DISCARD_S = 256 << 20, 5.0  # bytes, seconds
 
 
 class Extras(msgspec.Struct):
@@ -117,6 +119,7 @@ class Guard:
         too_large = Declined(413, "body_too_large", f"a body may have {limit} bytes", {"connection": "close"})
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
+            await self._discard(receive)
             raise too_large
         parts, size = [], 0
         try:
@@ -128,12 +131,27 @@ class Guard:
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > limit:
+                        parts.clear()
+                        await self._discard(receive)
                         raise too_large
                     if not message.get("more_body", False):
                         return b"".join(parts)
         except TimeoutError as why:
             said = f"the body did not come within {self._bounds.body_s:g} s"
             raise Declined(408, "body_too_slow", said, {"connection": "close"}) from why
+
+    @staticmethod
+    async def _discard(receive: Receive) -> None:
+        """Read on for a moment and keep nothing: a client that still sends when its connection is closed loses the
+        answer with it."""
+        left = _DISCARD
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_S):
+                while left > 0:
+                    message = await receive()
+                    left -= len(message.get("body", b""))
+                    if not message.get("more_body", False):
+                        return
 
     def _extras(self, path: str, headers: dict[bytes, bytes], body: bytes, ticket: Ticket) -> None:
         extras = read_extras(headers, body)

@@ -21,11 +21,14 @@ OnBeat = Callable[["Link", "Standing"], None]
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """What a worker says about itself and this front when it is greeted: the number of its next message, and the
-    weight version that it serves."""
+    """What a worker says about itself and this front when it is greeted: the number of its next message, the weight
+    version that it serves, and how many messages of this link it got, of how many that the hello told (-1: it does not
+    count). Less: a request or an abort was lost on the way to it, which nothing else would show."""
 
     seq: int
     weight_version: str = ""
+    got: int = -1
+    told: int = -1
 
 
 _standing: msgspec.msgpack.Decoder[Standing] = msgspec.msgpack.Decoder(Standing)
@@ -49,6 +52,7 @@ class Link:
         self._socket = self._connected()
         self._reader: asyncio.Task[None] | None = None
         self._sends: set[Awaitable[Any]] = set()
+        self._said = 0  # messages to the worker, hellos apart
         self.asked = 0  # hellos without an answer
         self.renewed = 0  # sockets since the last answer
 
@@ -62,8 +66,8 @@ class Link:
         return socket
 
     def renew(self) -> None:
-        """Take our place at the worker's socket again: ZeroMQ tells nobody that another peer took it. Harmless when the
-        worker is only busy; what was lost shows in its count. ``read()`` has ended and is to be started again."""
+        """Take our place at the worker's socket again: ZeroMQ tells nobody that another peer took it. What was under
+        way in either direction may be lost by this, and shows in the counts. ``read()`` is to be started again."""
         if self._reader is not None:
             self._reader.cancel()
         self._socket.close()
@@ -77,7 +81,7 @@ class Link:
         BadMessage."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._socket.send_multipart([b"hello", self._token])
+                await self._socket.send_multipart(self._hello())
                 while True:
                     frames = await self._socket.recv_multipart()
                     if frames[0] != b"out" and frames[2:3] in ([], [self._token]):
@@ -91,7 +95,10 @@ class Link:
     def ask(self) -> None:
         """Whether the worker still answers here; the answer comes to ``read``."""
         self.asked += 1
-        self.send([b"hello", self._token])
+        self._queue(self._hello())
+
+    def _hello(self) -> list[bytes]:
+        return [b"hello", self._token, msgspec.msgpack.encode(self._said)]
 
     def _standing(self, frames: Sequence[Any]) -> Standing | None:
         if len(frames) < 4:
@@ -103,6 +110,10 @@ class Link:
 
     def send(self, frames: Sequence[Any]) -> None:
         """Queue a message; order is kept. Without a high-water mark this never waits."""
+        self._said += 1
+        self._queue(frames)
+
+    def _queue(self, frames: Sequence[Any]) -> None:
         sent = asyncio.ensure_future(self._socket.send_multipart(frames))
         if not sent.done():
             self._sends.add(sent)
@@ -119,6 +130,8 @@ class Link:
                     self.asked = self.renewed = 0
                     standing = self._standing([frame.bytes for frame in frames])
                     if standing is not None:
+                        if standing.got != standing.told:
+                            raise BadMessage(f"worker {self.worker_id} got {standing.got} of {standing.told} messages")
                         on_beat(self, standing)
                     continue
                 stamp = self._check(kind, frames)

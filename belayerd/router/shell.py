@@ -21,8 +21,7 @@ from belayerd.router.records import SlotState
 
 HELLO_S = 5.0  # bound on connect + ready; a live worker answers within one engine step
 BEAT_S = 0.5  # between two questions whether a link still stands
-UNANSWERED = 4  # after so many the socket is connected again
-RENEWALS = 15  # after so many, half a minute, the link is given up and made anew: longer than any legal engine step
+RENEWALS = 2  # of a socket without an answer, after which the link is given up and made anew
 
 
 class Codec(Protocol):
@@ -70,6 +69,7 @@ class Shell:
         self._links: dict[str, Link] = {}  # by worker id
         self._joining: dict[str, asyncio.Task[None]] = {}  # by worker id
         self._made = 0  # links so far
+        self.link_silence_s = 30.0  # a worker in a step answers after it: longer than any legal one
         self._life = uuid.uuid4().bytes
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -173,7 +173,7 @@ class Shell:
                 self._log.error("link_mute", slot=link.slot, worker=link.worker_id)
                 self._step(ev.Mute(link.slot, link.worker_id))
                 return
-            if link.asked >= UNANSWERED:
+            if link.asked * BEAT_S >= self.link_silence_s:
                 link.renew()
                 self._run(link.read(self._on_output, self._on_torn, self._on_beat))
             link.ask()

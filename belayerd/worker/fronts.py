@@ -7,6 +7,7 @@ that all that follows ``ready`` belongs to the new link, and the front gives its
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -33,9 +34,12 @@ class Fronts:
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._plain = MsgpackDecoder()
         self._tokens: dict[int, bytes] = {}
+        self._got: dict[int, int] = defaultdict(int)  # messages of the link that the token names
 
     def take(self, front: bytes, kind: bytes, rest: list[bytes]) -> None:
         client = int.from_bytes(front, "little")
+        if kind != b"hello":
+            self._got[client] += 1
         try:
             if kind == b"hello":
                 self._hello(front, client, rest)
@@ -53,11 +57,13 @@ class Fronts:
     def _hello(self, front: bytes, client: int, rest: list[bytes]) -> None:
         token = rest[0] if rest else b""
         if token and self._tokens.get(client) != token:
-            self._tokens[client] = token
+            self._tokens[client], self._got[client] = token, 0
             dropped = self._core.drop(client)
             if dropped:
                 logger.info("front_is_new", front=client, dropped=len(dropped))
-        standing = {"seq": self._seq(client), "weight_version": self._version()}
+        standing: dict[str, Any] = {"seq": self._seq(client), "weight_version": self._version()}
+        if len(rest) > 1:
+            standing |= {"got": self._got[client], "told": msgspec.msgpack.decode(rest[1], type=int)}
         ready = msgspec.msgpack.encode(self._core._make_ready_response())
         self._send([front, b"ready", ready, token, msgspec.msgpack.encode(standing)])
 

@@ -144,7 +144,8 @@ def test_a_hello_with_a_new_token_drops_what_ran_for_the_old_one(peer: Peer, fro
     front.greet(b"one")
     old = front.add(engine_request("dropped", PROMPT, max_tokens=400, temperature=0.0, ignore_eos=True))
     front.until(lambda: old.tokens)
-    front.greet(b"one")
+    again = front.greet(b"one", told=2)
+    assert (again["got"], again["told"]) == (1, 2), "of two messages one is missing: the worker's count shows it"
     assert peer.running() == 1, "the same link again: only a question"
     standing = front.greet(b"two")
     assert peer.running() == 0

@@ -26,7 +26,9 @@ TOKENS = 30
 @pytest.fixture(scope="module")
 def router() -> Iterator[RouterHost]:
     with tempfile.TemporaryDirectory(prefix="bl-") as root:
-        host = RouterHost.start(Path(root), ["s0", "s1"], "request_deadline_s = 10.0\nsilence_s = 5.0", urls=True)
+        host = RouterHost.start(
+            Path(root), ["s0", "s1"], "request_deadline_s = 10.0\nsilence_s = 6.0\nlink_silence_s = 2.0", urls=True
+        )
         try:
             yield host
         finally:

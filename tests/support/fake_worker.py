@@ -89,6 +89,7 @@ class RecordedEngine:
         self.released = False
         self.seq: dict[bytes, int] = {}
         self.tokens: dict[bytes, bytes] = {}
+        self.got: dict[bytes, int] = {}
         self.steps = 0
         self.socket = zmq.Context().socket(zmq.ROUTER)
         self.socket.set(zmq.ROUTER_HANDOVER, 1)
@@ -125,6 +126,8 @@ class RecordedEngine:
 
     def take(self, frames: list[bytes]) -> None:
         peer, kind, *rest = frames
+        if kind in (b"add", b"abort", b"util"):
+            self.got[peer] = self.got.get(peer, 0) + 1
         match kind:
             case b"hello":
                 self.hello(peer, rest)
@@ -150,12 +153,14 @@ class RecordedEngine:
             return
         token = rest[0] if rest else b""
         if token and self.tokens.get(peer) != token:
-            self.tokens[peer] = token
+            self.tokens[peer], self.got[peer] = token, 0
             client = int.from_bytes(peer, "little")
             for request_id in [one for one, live in self.live.items() if live.client == client]:
                 del self.live[request_id]
                 self.tell(f"drop {request_id}")
-        standing = {"seq": self.seq.get(peer, 0), "weight_version": self.args.weight_version}
+        standing: dict[str, Any] = {"seq": self.seq.get(peer, 0), "weight_version": self.args.weight_version}
+        if len(rest) > 1:
+            standing |= {"got": self.got.get(peer, 0), "told": msgpack.unpackb(rest[1])}
         self.socket.send_multipart([peer, b"ready", msgpack.packb(self.ready()), token, msgpack.packb(standing)])
 
     def ready(self) -> dict[str, Any]:

@@ -108,10 +108,11 @@ class FrontClient:
         assert self.ready is not None
         return self.ready
 
-    def greet(self, token: bytes, timeout: float = 10.0) -> dict[str, Any]:
-        """A hello of the link that ``token`` names; what the worker says of itself in its answer."""
+    def greet(self, token: bytes, told: int = 0, timeout: float = 10.0) -> dict[str, Any]:
+        """A hello of the link that ``token`` names, on which ``told`` other messages were sent; what the worker says
+        of itself in its answer."""
         before = self.answers
-        self.socket.send_multipart([b"hello", token])
+        self.socket.send_multipart([b"hello", token, msgspec.msgpack.encode(told)])
         self.until(lambda: self.answers > before, timeout)
         return self.standing
 

@@ -95,7 +95,7 @@ class Scene:
 
     async def join(self) -> None:
         joining = asyncio.create_task(self.shell.register(ev.Register("s", 1, "w", self.endpoint)))
-        peer, kind, token = await self.worker.recv_multipart()
+        peer, kind, token, _ = await self.worker.recv_multipart()
         assert (peer, kind) == (b"\0\0", b"hello")
         standing = msgspec.msgpack.encode({"seq": self.seq})
         await self.worker.send_multipart([peer, b"ready", b"", token, standing])

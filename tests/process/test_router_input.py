@@ -1,0 +1,205 @@
+"""What clients send by mistake or on purpose: a clear 4xx or a closed connection, counted apart, and nobody harmed."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from belayer import procs
+from tests.support.router_host import RouterHost
+from tests.support.streams import Stream, completion
+from tests.support.wait import eventually
+
+LIVE = 6  # requests let in at once
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[RouterHost]:
+    with tempfile.TemporaryDirectory(prefix="bl-") as root:
+        one = RouterHost.start(
+            Path(root),
+            ["s0"],
+            f"max_requests = {LIVE}\nread_deadline_s = 1.0\nmax_body_mb = 4\nrequest_deadline_s = 20.0",
+        )
+        try:
+            yield one
+        finally:
+            one.stop()
+
+
+@pytest.fixture(autouse=True)
+def unharmed(host: RouterHost) -> Iterator[None]:
+    """After each: healthy, nothing live, no engine failure counted, and a good request is answered."""
+    if not host.fakes or host.fakes[-1].process.poll() is not None:
+        host.worker("s0")
+    failed = host.status().failed_total
+    yield
+    eventually(lambda: (row := host.status()).running + row.waiting == 0, what="nothing is left over")
+    assert host.status().failed_total == failed
+    assert host.metric("belayer_torn_links_total") == 0
+    answer = httpx.post(
+        f"{host.url}/v1/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 3}, timeout=30
+    )
+    assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def body(**more: Any) -> bytes:
+    return json.dumps({"model": "smollm2", "prompt": "x", **more}).encode()
+
+
+BAD: dict[str, tuple[str, bytes, int]] = {
+    "a cut object": ("/v1/completions", b'{"model": "smollm2", "prompt": ', 400),
+    "an array": ("/v1/completions", b"[1, 2]", 400),
+    "nothing": ("/v1/completions", b"", 400),
+    "not utf-8": ("/v1/completions", b'{"model": "smollm2", "prompt": "\xff\xfe"}', 400),
+    "half a character": ("/v1/completions", b'{"model": "smollm2", "prompt": "\xe6\x9d"}', 400),
+    "a lone surrogate": ("/v1/chat/completions", b'{"model": "smollm2", "messages": "\\ud800"}', 400),
+    "deep": ("/v1/completions", b'{"model": "smollm2", "prompt": ' + b"[" * 20000 + b"]" * 20000 + b"}", 400),
+    "prompt a number": ("/v1/completions", body(prompt=5.5), 400),
+    "too long": ("/v1/completions", body(prompt=[1] * 4000), 400),
+    "tokens of no vocabulary": ("/v1/completions", body(prompt=[10**9]), 400),
+    "no such model": ("/v1/completions", body(model="other"), 404),
+    "absurd n": ("/v1/completions", body(n=10**6), 400),
+    "n a word": ("/v1/completions", body(n="many"), 400),
+    "absurd max_tokens": ("/v1/completions", body(max_tokens=10**12), 400),
+    "negative max_tokens": ("/v1/completions", body(max_tokens=-1), 400),
+    "endless number": (
+        "/v1/completions",
+        b'{"model": "smollm2", "prompt": "x", "max_tokens": 1' + b"0" * 5000 + b"}",
+        400,
+    ),
+    "temperature not a number": ("/v1/completions", body(temperature="hot"), 400),
+    "tokens in: words": ("/inference/v1/generate", b'{"token_ids": ["a"], "sampling_params": {}}', 400),
+    "wish": ("/v1/completions", body(belayer_on_death="panic"), 400),
+    "position": ("/v1/completions", body(belayer_position="here", request_id="x"), 400),
+    "id a number": ("/v1/completions", body(request_id=5), 400),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_mistake_is_a_4xx_counted_apart(host: RouterHost, name: str) -> None:
+    path, content, status = BAD[name]
+    line = f'belayer_client_mistakes_total{{status="{status}"}}'
+    before = host.metric(line)
+    answer = httpx.post(f"{host.url}{path}", content=content, headers=JSON, timeout=30)
+    assert answer.status_code == status, answer.text
+    said = answer.json()
+    assert said["error"]["message"] if "error" in said else said["detail"]
+    assert host.metric(line) == before + 1
+
+
+def test_a_body_above_the_bound_is_refused_without_being_kept(host: RouterHost) -> None:
+    """100 MB, announced and not announced."""
+    before = memory(host)
+
+    def in_pieces() -> Iterator[bytes]:
+        for _ in range(100):
+            yield b" " * (1 << 20)
+
+    for content in (b" " * (100 << 20), in_pieces()):
+        answer = httpx.post(f"{host.url}/v1/completions", content=content, headers=JSON, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (413, "body_too_large")
+    assert memory(host) < before + (32 << 20)
+    assert host.metric('belayer_requests_declined_total{reason="body_too_large"}') >= 2
+
+
+def memory(host: RouterHost) -> int:
+    status = Path(f"/proc/{host.process.pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1]) << 10
+
+
+@pytest.mark.parametrize("start", [b"POST /v1/completions HTT", b""])
+def test_a_head_that_never_ends_loses_its_connection(host: RouterHost, start: bytes) -> None:
+    """40 of them at once; the router serves meanwhile."""
+    slow = [socket.create_connection(("127.0.0.1", host.port)) for _ in range(40)]
+    for sock in slow:
+        sock.sendall(start)
+    assert httpx.get(f"{host.url}/health").status_code == 200
+    for sock in slow:
+        sock.settimeout(15)
+        assert sock.recv(100) == b""
+        sock.close()
+    assert host.metric('belayer_requests_declined_total{reason="head_too_slow"}') >= 40
+
+
+def test_a_body_that_never_ends_is_a_408(host: RouterHost) -> None:
+    with socket.create_connection(("127.0.0.1", host.port)) as sock:
+        sock.settimeout(15)
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
+        assert sock.recv(20).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    "noise", [b"\x16\x03\x01\x02\x00\x01\x00", b"\xff" * 400, b"GET " + b"a" * 100_000 + b"\r\n\r\n"]
+)
+def test_what_is_not_http_is_refused(host: RouterHost, noise: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", host.port)) as sock:
+        sock.settimeout(15)
+        try:
+            sock.sendall(noise)
+            said = sock.recv(100)
+        except ConnectionError:
+            return
+        assert said == b"" or said.startswith(b"HTTP/1.1 4")
+
+
+def test_a_long_stream_is_no_slow_head(host: RouterHost) -> None:
+    """The bound is on what a client sends, not on what it is sent."""
+    host.fakes[-1].kill()
+    host.unregister(host.fakes[-1])
+    slow = host.worker("s0", "--step-ms", "100")
+    stream = Stream(host.url, "/v1/completions", completion(30))
+    stream.start()
+    assert stream.result().finishes == ["length"]
+    slow.kill()
+    host.unregister(slow)
+    host.worker("s0")
+
+
+def test_above_the_bound_a_request_is_sent_away_with_a_time_to_come_back(host: RouterHost) -> None:
+    host.fakes[-1].kill()
+    host.unregister(host.fakes[-1])
+    fake = host.worker("s0", "--hold-at", "2")
+    streams = [Stream(host.url, "/v1/completions", completion(10)) for _ in range(LIVE)]
+    for stream in streams:
+        stream.start()
+    eventually(lambda: host.status().running == LIVE, what="the house is full")
+    answer = httpx.post(f"{host.url}/v1/chat/completions", content=b"{}", headers=JSON, timeout=30)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert answer.json()["error"]["type"] == "too_many_requests"
+    assert httpx.get(f"{host.url}/v1/models").status_code == 200
+    assert host.metric('belayer_requests_declined_total{reason="too_many_requests"}') == 1
+    client = openai.OpenAI(base_url=f"{host.url}/v1", api_key="none", max_retries=8)
+    fake.release()
+    assert client.completions.create(model="smollm2", prompt="x", max_tokens=3).choices[0].finish_reason == "length"
+    for stream in streams:
+        assert stream.result().finishes == ["length"]
+
+
+def test_unknown_fields_pass(host: RouterHost) -> None:
+    answer = httpx.post(
+        f"{host.url}/v1/completions", content=body(max_tokens=3, something_new={"a": 1}), headers=JSON, timeout=30
+    )
+    assert answer.status_code == 200
+
+
+def test_no_descriptor_is_left_behind(host: RouterHost) -> None:
+    def count() -> int:
+        return len(list(Path(f"/proc/{host.process.pid}/fd").iterdir()))
+
+    assert procs.start_time(host.process.pid)
+    before = count()
+    for _ in range(50):
+        sock = socket.create_connection(("127.0.0.1", host.port))
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 9\r\n\r\n{")
+        sock.close()
+    eventually(lambda: count() <= before + 2, what="closed connections are closed here too")
