@@ -49,7 +49,8 @@ def host(docker: PrivateDocker, tmp_path_factory: pytest.TempPathFactory) -> Ite
     found = EnvHost.start(tmp_path_factory.mktemp("api"), CONFIG, docker.url)
     yield found
     found.stop()
-    SETTINGS.unlink(missing_ok=True)
+    for path in (SETTINGS, SETTINGS.with_name("docker-api.conf")):
+        path.unlink(missing_ok=True)
 
 
 @pytest.fixture
