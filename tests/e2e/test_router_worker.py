@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ SCHEMA = {
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
+TOOL = {"type": "function", "function": {"name": "person", "parameters": SCHEMA}}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat greedy": ("/v1/chat/completions", chat(TOKENS, logprobs=True, top_logprobs=2)),
     "chat seeded": ("/v1/chat/completions", chat(TOKENS, temperature=0.8, seed=7)),
@@ -39,7 +41,27 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         chat(TOKENS, response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}),
     ),
     "tokens in": ("/inference/v1/generate", tokens_in(TOKENS, seed=3, temperature=1.0, logprobs=1)),
+    "completion truncations": (
+        "/v1/completions",
+        completion(TOKENS, temperature=1.1, seed=9, top_k=40, min_p=0.02, top_p=0.95, repetition_penalty=1.2),
+    ),
+    "completion bias": ("/v1/completions", completion(TOKENS, logit_bias={"28": 3.0, "30": -100})),
+    "completion bad words": ("/v1/completions", completion(TOKENS, bad_words=["the", "little girl", "was"])),
+    "completion stop ids": ("/v1/completions", completion(TOKENS, stop_token_ids=[30], ignore_eos=True)),
+    "completion regex": ("/v1/completions", completion(TOKENS, structured_outputs={"regex": "[a-z]{3}( [a-z]{4}){4}"})),
+    "chat choice": (
+        "/v1/chat/completions",
+        chat(TOKENS, structured_outputs={"choice": ["a long thin rope", "a knot"]}),
+    ),
+    "completion salt and priority": ("/v1/completions", completion(TOKENS, cache_salt="pepper", priority=3)),
+    "chat tool": (
+        "/v1/chat/completions",
+        chat(TOKENS, tools=[TOOL], tool_choice={"type": "function", "function": {"name": "person"}}),
+    ),
 }
+# Cut by a client that leaves at its position and comes back: the same resume without the cost of a death each time.
+CUTS = (1, TOKENS // 2, TOKENS - 1, TOKENS)
+ONE_CHOICE = [name for name in BODIES if name != "chat n=3"]
 
 
 @dataclass
@@ -50,10 +72,12 @@ class Host:
     url: str
     rpc: SyncClient
     generation: int = 0
+    last: Any = None
 
     def promote(self, worker: Worker) -> None:
         """Lease, flush, oracle, become main, register: the order of a handover after its fence."""
         self.generation += 1
+        self.last = worker
         worker.become_main(self.stack.arena().epoch, self.generation)
         self.rpc.call(
             RegisterWorker(
@@ -73,6 +97,9 @@ class Host:
         self.rpc.call(UnregisterWorker(slot="slot0", generation=self.generation, reason="killed"), Done)
         self.stack.end_fence()
 
+    def retire(self) -> None:
+        self.lose(self.last)
+
     def status(self) -> RouterStatusReply:
         return self.rpc.call(RouterStatus(), RouterStatusReply)
 
@@ -86,11 +113,11 @@ class Host:
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
     port = free_port()
-    stack = WorkerStack(f"max_model_len = 1024\n[router]\nport = {port}\n")
+    stack = WorkerStack(f"max_model_len = 1024\n[router]\nport = {port}\ntool_parser = \"hermes\"\n")
     try:
         stack.start()
         router = stack.daemon("belayerd.router")
-        eventually(stack.paths.router_sock.exists, within=180, what=f"the router serves; see {stack.root}", every=0.1)
+        eventually(stack.paths.router_sock.exists, within=400, what=f"the router serves; see {stack.root}", every=0.1)
         assert router.poll() is None
         yield Host(stack, f"http://127.0.0.1:{port}", SyncClient(stack.paths.router_sock))
     finally:
@@ -113,6 +140,7 @@ def assert_same(seen: Seen, truth: Seen, name: str) -> None:
     assert (seen.roles, seen.done) == (truth.roles, 1), name
     if len(by_choice(truth)) == 1:
         assert seen.text == truth.text, name
+        assert seen.arguments == truth.arguments, name
     for got, wanted in zip(numbers(seen.logprobs), numbers(truth.logprobs), strict=True):
         assert math.isclose(got, wanted, abs_tol=1e-3), name
 
@@ -134,6 +162,59 @@ def late_piece(text: str) -> str:
 
 def in_its_middle(stream: Stream) -> bool:
     return len(stream.seen.token_ids) >= 5 or not stream.is_alive()
+
+
+def leave_and_return(host: Host, name: str, cut: int, truth: Seen) -> tuple[Seen, Seen]:
+    """Both parts of a stream whose client leaves with ``cut`` tokens, or one before the end when it is shorter."""
+    path, body = BODIES[name]
+    headers = {"x-request-id": f"{name}-{cut}"}
+    first = Stream(host.url, path, body, headers, until=min(cut, len(truth.token_ids) - 1))
+    first.start()
+    had = first.result(180)
+    headers["x-belayer-position"] = str(had.position)
+    second = Stream(host.url, path, body, headers)
+    second.start()
+    return had, second.result(180)
+
+
+def test_every_feature_goes_on_at_every_cut(host: Host) -> None:
+    """Tokens, text, logprobs, arguments, finish and usage of both parts together are those of one unfailed run."""
+    host.promote(host.stack.spawn())
+    plain = host.start("completion stop string").result(120)
+    BODIES["completion stop string"][1]["stop"] = [late_piece(plain.text)]
+    with ThreadPoolExecutor(len(BODIES)) as pool:
+        truths = dict(zip(ONE_CHOICE, pool.map(lambda name: host.start(name).result(180), ONE_CHOICE), strict=True))
+        for name, truth in truths.items():
+            assert (truth.status, truth.done, len(truth.finishes)) == (200, 1, 1), (name, truth)
+        for cut in CUTS:
+            parts = pool.map(lambda name: leave_and_return(host, name, cut, truths[name]), ONE_CHOICE)  # noqa: B023
+            for name, (first, second) in zip(ONE_CHOICE, parts, strict=True):
+                label, truth = f"{name} cut at {cut}", truths[name]
+                assert not second.errors, (label, second.errors)
+                assert first.token_ids + second.token_ids == truth.token_ids, label
+                assert first.text + second.text == truth.text, label
+                assert first.arguments + second.arguments == truth.arguments, label
+                assert (second.finishes, second.done) == (truth.finishes, 1), label
+                assert second.usages == truth.usages, label
+                got, wanted = numbers(first.logprobs + second.logprobs), numbers(truth.logprobs)
+                assert got == pytest.approx(wanted, abs=1e-3), label
+    assert host.status().resumed_total >= len(ONE_CHOICE)
+    prompt_logprobs_are_told_again(host)
+    host.retire()
+
+
+def prompt_logprobs_are_told_again(host: Host) -> None:
+    """They came with the first token, from the engine; the second time they come from the journal."""
+    body = {**completion(8, prompt_logprobs=1, logprobs=1), "stream": False}
+    del body["stream_options"]
+    headers = {"x-request-id": "prompt-logprobs"}
+    first = httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=120).json()
+    assert first["choices"][0]["prompt_logprobs"][1]
+    headers["x-belayer-position"] = "0"
+    tokens = host.status().tokens_total
+    again = httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=120).json()
+    assert (again["choices"], again["usage"]) == (first["choices"], first["usage"])
+    assert host.status().tokens_total == tokens, "no engine was asked"
 
 
 def test_streams_of_every_kind_outlive_a_killed_worker(host: Host) -> None:

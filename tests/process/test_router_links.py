@@ -96,6 +96,18 @@ def test_a_peer_that_takes_the_routers_place_costs_no_token(host: RouterHost) ->
     assert host.status().failed_total == 0
 
 
+def test_a_request_lost_on_the_way_to_its_worker_is_given_again(host: RouterHost) -> None:
+    """The worker has nothing to say about it, ever; only the count of what it got tells."""
+    truth = truth_of(host)
+    told = len(host.told())
+    host.worker("s0", "--lose-add")
+    stream = Stream(host.url, "/v1/completions", completion(TOKENS))
+    stream.start()
+    seen = stream.result()
+    assert (seen.token_ids, seen.finishes) == (truth.token_ids, truth.finishes)
+    assert [row.split()[0] for row in host.told()[told:]] == ["lost", "add"]
+
+
 @pytest.mark.parametrize("frames", [[b"garbage"], [b"add"], [b"add", b"", b"\xc1"], [b"\x00" * 5000], [b"abort", b"x"]])
 def test_garbage_on_a_workers_socket_harms_nobody(host: RouterHost, frames: list[bytes]) -> None:
     """From a stranger with an identity of a front: dropped or answered with an error, never the end of the worker."""

@@ -119,6 +119,10 @@ class RecordedEngine:
 
     def hear(self, frames: list[bytes]) -> None:
         """As the worker: what a peer says concerns that message alone."""
+        if self.args.lose_add and frames[1:2] == [b"add"]:
+            self.args.lose_add = False
+            self.tell("lost")
+            return
         try:
             self.take(frames)
         except (LookupError, TypeError, ValueError, AttributeError, msgpack.UnpackException) as why:
@@ -312,6 +316,7 @@ def main() -> int:
     parser.add_argument("--weight-version", default="1")
     parser.add_argument("--tell", help="file that gets a line for each add, abort and drop")
     parser.add_argument("--times", help="file that gets the time of each step, a double")
+    parser.add_argument("--lose-add", action="store_true", help="the first add never arrives")
     parser.add_argument("--deaf", action="store_true", help="answer no hello")
     parser.add_argument("--max-model-len", type=int, default=2048)
     engine = RecordedEngine(parser.parse_args())
