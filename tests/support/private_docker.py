@@ -141,8 +141,10 @@ class PrivateDocker:
         found = shutil.which(program, path=path)
         assert found, f"no {program} on {path}"
         env = {**os.environ, "PATH": path, "TMPDIR": str(self.root / "tmp")}
+        # In a network namespace of its own: a dockerd without a bridge removes the host's docker0 when it starts.
+        apart = ["unshare", "--net"] if program == "dockerd" else []
         with (self.root / f"{program}.log").open("ab") as log:
-            return subprocess.Popen([found, *args], env=env, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen([*apart, found, *args], env=env, stdout=log, stderr=log, start_new_session=True)
 
     def _write_config(self) -> None:
         toml = f'version = 2\nroot = "{self.root}/cr"\nstate = "{self.root}/cs"\n'
