@@ -18,7 +18,6 @@ import docker
 import docker.errors
 import pytest
 
-from belayer.errors import BelayerError
 from belayer.sandbox import Sandbox
 from envkeeper.agentlink import SOCKET_IN_SANDBOX, Action, AgentError, AgentLink, open_pidfd
 from tests.support.envhost import TREE, EnvHost
@@ -31,16 +30,6 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvHost]:
     found = EnvHost.start(tmp_path_factory.mktemp("native"))
     yield found
     found.stop()
-
-
-@pytest.fixture
-def box(host: EnvHost) -> Iterator[Sandbox]:
-    made = host.create()
-    yield made
-    try:
-        made.destroy()
-    except BelayerError:
-        made.close()
 
 
 @pytest.fixture

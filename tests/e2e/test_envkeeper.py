@@ -53,16 +53,6 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvHost]:
     found.stop()
 
 
-@pytest.fixture
-def box(host: EnvHost) -> Iterator[Sandbox]:
-    made = host.create()
-    yield made
-    try:
-        made.destroy()
-    except BelayerError:
-        made.close()
-
-
 def manifest(box: Sandbox) -> list[str]:
     seen = box.exec(f"python3 - /w /etc /usr/bin <<'E'\n{TREE_MANIFEST}\nE\n")
     assert seen.exit_code == 0, seen.stderr

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from belayer.errors import BelayerError
 from belayer.sandbox import Sandbox
 from tests.e2e.test_envkeeper import (  # noqa: F401 - collected here, with the fixtures of this module
     kill,
@@ -49,16 +48,6 @@ def host(docker: PrivateDocker, tmp_path_factory: pytest.TempPathFactory) -> Ite
     found = EnvHost.start(tmp_path_factory.mktemp("d28"), CONFIG, docker.url)
     yield found
     found.stop()
-
-
-@pytest.fixture
-def box(host: EnvHost) -> Iterator[Sandbox]:
-    made = host.create()
-    yield made
-    try:
-        made.destroy()
-    except BelayerError:
-        made.close()
 
 
 def test_it_is_that_engine(docker: PrivateDocker) -> None:

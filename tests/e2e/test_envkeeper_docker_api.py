@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from belayer.errors import BelayerError, CheckpointIncomplete, RestoreFailed, SandboxLost
+from belayer.errors import CheckpointIncomplete, RestoreFailed, SandboxLost
 from belayer.procs import state
 from belayer.sandbox import Sandbox
 from envkeeper.docker_api import SETTINGS
@@ -51,16 +51,6 @@ def host(docker: PrivateDocker, tmp_path_factory: pytest.TempPathFactory) -> Ite
     found.stop()
     for path in (SETTINGS, SETTINGS.with_name("docker-api.conf")):
         path.unlink(missing_ok=True)
-
-
-@pytest.fixture
-def box(host: EnvHost) -> Iterator[Sandbox]:
-    made = host.create()
-    yield made
-    try:
-        made.destroy()
-    except BelayerError:
-        made.close()
 
 
 def counts(box: Sandbox) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from belayer.errors import BelayerError, CheckpointRefused, Fenced, SandboxLost
+from belayer.errors import CheckpointRefused, Fenced, SandboxLost
 from belayer.messages.sandbox import RestoreInfo
 from belayer.sandbox import Sandbox
 from envkeeper import upper
@@ -40,16 +40,6 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvHost]:
     found = EnvHost.start(tmp_path_factory.mktemp("modes"))
     yield found
     found.stop()
-
-
-@pytest.fixture
-def box(host: EnvHost) -> Iterator[Sandbox]:
-    made = host.create()
-    yield made
-    try:
-        made.destroy()
-    except BelayerError:
-        made.close()
 
 
 def upper_of(host: EnvHost, box: Sandbox) -> Path:

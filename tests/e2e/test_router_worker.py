@@ -113,7 +113,7 @@ class Host:
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
     port = free_port()
-    stack = WorkerStack(f"max_model_len = 1024\n[router]\nport = {port}\ntool_parser = \"hermes\"\n")
+    stack = WorkerStack(f'max_model_len = 1024\n[router]\nport = {port}\ntool_parser = "hermes"\n')
     try:
         stack.start()
         router = stack.daemon("belayerd.router")
