@@ -4,6 +4,7 @@ configuration, 3 daemon unreachable). stdout is data, stderr is prose."""
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -33,11 +34,24 @@ def exit_code(error: BelayerError) -> int:
     return EXIT_CONFIG if isinstance(error, ConfigInvalid | HostUnfit) else EXIT_REFUSED
 
 
+class Seconds(click.FloatRange):
+    """A finite number of seconds; click's own range lets "nan" through."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0.0, max=86400.0)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is no number of seconds", param, ctx)
+        return seconds
+
+
 def verb(function: Callable[..., int]) -> Callable[..., None]:
     """Adds ``--json`` and ``--timeout``, hands over ``paths``; the function returns its exit code."""
 
     @click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-    @click.option("--timeout", type=float, default=10.0, show_default=True, help="Seconds to wait for the daemon.")
+    @click.option("--timeout", type=Seconds(), default=10.0, show_default=True, help="Seconds to wait for the daemon.")
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:

@@ -14,7 +14,7 @@ from belayerctl.common import OK, console, emit_json, verb
 
 
 @click.command(help="Incidents, newest first.")
-@click.option("--limit", type=click.IntRange(1), default=20, show_default=True)
+@click.option("--limit", type=click.IntRange(1, 100_000), default=20, show_default=True)
 @click.option("--steps", is_flag=True, help="Show the steps of each.")
 @verb
 def incidents(paths: Paths, as_json: bool, timeout: float, limit: int, steps: bool) -> int:

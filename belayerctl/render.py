@@ -106,7 +106,7 @@ def owners(status: HostStatusReply) -> Group:
 
 def footprints(status: HostStatusReply) -> Group:
     """What the kernel says of each worker's memory (smaps_rollup), in MiB, and what follows from it for a shadow."""
-    out = table("workers", "slot", "role", "mapped", "fair share", "its own", "worker")
+    out = table("their memory, MiB", "slot", "role", "mapped", "fair share", "its own", "worker")
     for slot in status.slots:
         for worker in slot.workers:
             mib = [f"{value:.0f}" if value else "-" for value in (worker.mapped_mb, worker.pss_mb, worker.private_mb)]

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from belayer import log as logs
 from belayer import procs, statefile
-from belayer.clock import Stopwatch, wall
+from belayer.clock import Stopwatch, monotonic, wall
 from belayer.config import Config
 from belayer.daemon import OnlyOne, new_instance, notify
 from belayer.errors import BelayerError, DaemonUnreachable, HandoverFailed, Refused, SlotUnknown
@@ -43,7 +43,7 @@ from belayerd.gate import open_gate
 from belayerd.peers import RouterPeer, Zygote
 from belayerd.policy import spares_to_call
 from belayerd.slot import SlotShell
-from belayerd.updates import Updates
+from belayerd.updates import Opener, Updates
 from belayerd.watch import sweep
 
 _STOPPED = frozenset("Tt")
@@ -208,6 +208,8 @@ class Supervisor:
             else:
                 if kind in self._silent:
                     self._log.info("owner answers", kind=kind)
+                    for slot in self._slots.values():  # shadows that could not attach to it used up their starts
+                        slot.try_again()
                 self._silent.discard(kind)
         return tuple(found)
 
@@ -255,7 +257,8 @@ class Supervisor:
             case InjectWorkerFault():
                 return await self._inject(message)
             case BeginWeightsUpdate():
-                return await self._updates.begin(message.model, message.within_s)
+                opener = Opener(monotonic() + message.within_s, message.pid, message.start_time)
+                return await self._updates.begin(message.model, opener)
             case EndWeightsUpdate():
                 return await self._updates.end(message.model)
             case RestoreSlot():

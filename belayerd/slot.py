@@ -409,7 +409,7 @@ class SlotShell:
         self._lost(worker_id, p.Cause.WEIGHTS, why)
 
     def try_again(self) -> None:
-        """Starts failed while weights could not be attached; now they can."""
+        """Starts failed while an owner was away or weights were being written; now they can."""
         if self.pair.state in (p.State.EXPOSED, p.State.EMPTY):
             self._inbox.put_nowait(p.Wanted())
 
@@ -454,11 +454,15 @@ class SlotShell:
             weight_version=self.pair.oracle.weight_version if self.pair.oracle else 0,
             workers=tuple(rows),
             handovers=self.pair.handovers,
-            reason=self.pair.reason,
+            reason=self.pair.reason or self._paused(),
             since=self._since,
             last_incident=self.last_incident,
             rearm_ms=self.rearm_ms,
         )
+
+    def _paused(self) -> str:
+        main, _ = self.seats()
+        return "its main is paused: an update of its weights is open" if main is not None and main.paused else ""
 
     def _worker_view(self, role: str, ref: p.Ref) -> WorkerView:
         watched = self._watched.get(ref.worker_id)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from belayer import procs
 from belayer.clock import Stopwatch, monotonic
 from belayer.config import Policy
 from belayer.errors import BelayerError, Refused, WeightsBroken, WeightsTorn
@@ -32,6 +33,20 @@ class Seat:
     generation: int
     version: int
     paused: bool
+
+
+@dataclass(frozen=True)
+class Opener:
+    """Who opened an update. ``until``: monotonic seconds; ``pid`` 0: a caller that did not name its process."""
+
+    until: float
+    pid: int = 0
+    start_time: int = 0
+
+    def may_still_write(self) -> bool:
+        dead = procs.start_time(self.pid) != self.start_time or procs.state(self.pid) in ("", "Z")
+        gone = self.pid > 0 and dead
+        return not gone and monotonic() < self.until
 
 
 class UpdatedSlot(Protocol):
@@ -61,16 +76,16 @@ class Updates:
     ) -> None:
         self._slots, self._weights, self._in_place, self._limits, self._log = slots, weights, in_place, limits, log
         self._locks = {model: asyncio.Lock() for model in in_place}
-        self._open: dict[str, float] = {}  # model -> monotonic time until which a writer may still come
+        self._open: dict[str, Opener] = {}
         self._said: dict[str, str] = {}
         self.held: set[str] = set()
 
-    async def begin(self, model: str, within_s: float) -> WeightsUpdated:
+    async def begin(self, model: str, opener: Opener) -> WeightsUpdated:
         """Pause every main. Raises Refused when a handover does not end in time, with everything going on."""
         async with self._lock(model):
             if model in self._open:
                 raise Refused(f"an update of {model} is open already", remedy="end it first")
-            self._open[model] = monotonic() + within_s
+            self._open[model] = opener
             if self._in_place[model]:
                 self.held.add(model)
             slots = self._of(model)
@@ -96,7 +111,8 @@ class Updates:
             lock = self._locks.get(info.model)
             if lock is None or lock.locked() or not self._behind(info):
                 continue
-            if info.writer or monotonic() < self._open.get(info.model, 0.0):
+            opener = self._open.get(info.model)
+            if info.writer or (opener is not None and opener.may_still_write()):
                 continue
             async with lock:
                 await self._put_right(info.model)

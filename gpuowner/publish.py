@@ -15,11 +15,13 @@ are torn, the mains stay paused, and a whole rewrite (this again, or RepublishWe
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from belayer import procs
 from belayer.clock import Stopwatch
 from belayer.daemon import say
 from belayer.errors import BelayerError
@@ -42,7 +44,9 @@ def publishing(
     ``whole``: every tensor will be written. ``within_s``: bound on each answer of belayerd, in seconds. Raises what the
     block raises after an abort; WeightsTorn, Refused, DaemonUnreachable as their messages say.
     """
-    call_sync(paths.belayerd_sock, BeginWeightsUpdate(model=model, within_s=within_s), WeightsUpdated, within_s)
+    me = os.getpid()
+    begin = BeginWeightsUpdate(model=model, within_s=within_s, pid=me, start_time=procs.start_time(me))
+    call_sync(paths.belayerd_sock, begin, WeightsUpdated, within_s)
     try:
         client = OwnerClient(paths.owner_sock("weights"), m.Role.LOADER, "publish", timeout=_HASH_S)
         try:

@@ -115,10 +115,13 @@ class InjectWorkerFault(Message, frozen=True, kw_only=True, tag=True):
 
 class BeginWeightsUpdate(Message, frozen=True, kw_only=True, tag=True):
     """Pause every main of ``model``; requests are kept. Then the writer goes to gpuowner@weights. Whoever asks has to
-    end it: after ``within_s`` without a writer at the owner, the slots go on by themselves."""
+    end it: when the process ``pid`` (its start time in clock ticks beside it) is gone, or after ``within_s``, and the
+    owner has no writer, the slots go on by themselves. ``pid`` 0: only the time counts."""
 
     model: str
     within_s: float = 60.0
+    pid: int = 0
+    start_time: int = 0
 
 
 class EndWeightsUpdate(Message, frozen=True, kw_only=True, tag=True):

@@ -239,6 +239,20 @@ def test_a_weights_owner_that_is_gone_fails_the_gate(host: Pair2, truth: Any) ->
     assert facts(stream(host).result()) == truth
 
 
+def test_shadows_that_failed_while_their_owner_was_away_are_started_when_it_answers(host: Pair2) -> None:
+    """Each start dies of the missing owner until the budget is used up; the owner's return is reason enough to try."""
+    before = host.until_protected()
+    main = main_pid(host, "slot0")
+    host.kill9("gpuowner@weights")
+    assert ctl(host, "inject", "kill-worker", "slot0", "--shadow")[0] == 0
+    exposed = host.until("exposed", lambda s: slot(s, "slot0").state == "exposed", 120.0)
+    assert "starts in a row failed" in slot(exposed, "slot0").reason
+    host.spawn("gpuowner@weights")
+    after = host.until_protected()
+    assert main_pid(host, "slot0") == main
+    assert slot(after, "slot0").generation == slot(before, "slot0").generation
+
+
 @contextmanager
 def frozen(pid: int) -> Iterator[None]:
     """``pid`` in a frozen control group of its own; SIGKILL waits there until it is thawed."""
