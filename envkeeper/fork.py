@@ -16,18 +16,16 @@ from functools import partial
 import msgspec
 
 from belayer.clock import Stopwatch, wall
-from belayer.errors import Refused, RestoreFailed, SandboxUnknown
+from belayer.errors import RestoreFailed, SandboxUnknown
 from belayer.messages.sandbox import Birth, ForkSandbox
 from envkeeper import restore
 from envkeeper.backend import Backend
 from envkeeper.core import Event, State
 from envkeeper.keeper import Box, Keeper
-from envkeeper.lineage import Lineage, check_note
+from envkeeper.lineage import Lineage
 from envkeeper.prefix import ROOM, Back, aftermath_of
 from envkeeper.records import SandboxRecord
 from envkeeper.store import Manifest, Store
-
-MAX_FORKS = 256
 
 
 class Forks:
@@ -49,10 +47,9 @@ class Forks:
         manifest, digest = await keeper.thread(source.load, wanted)
         births = _up_to(Lineage(source.home).births(), manifest.incarnation)
         boxes = [self._box(name, ask.sandbox_id, manifest, digest) for name in names]
-        note = check_note(ask.note)
         hashes = asyncio.ensure_future(keeper.thread(source.verify, manifest))
         done = await asyncio.gather(
-            *(self._one(box, source, manifest, births, note, hashes) for box in boxes), return_exceptions=True
+            *(self._one(box, source, manifest, births, ask.note, hashes) for box in boxes), return_exceptions=True
         )
         await asyncio.wait([hashes])
         failed = next((why for why in (*done, hashes.exception()) if isinstance(why, BaseException)), None)
@@ -66,8 +63,6 @@ class Forks:
 
     def _names(self, ask: ForkSandbox) -> tuple[str, ...]:
         names = ask.names or tuple(f"{ask.sandbox_id[:38]}-f{secrets.token_hex(4)}" for _ in range(ask.count))
-        if not 1 <= len(names) <= MAX_FORKS or len(set(names)) != len(names):
-            raise Refused(f"{len(names)} forks were asked for: 1 to {MAX_FORKS}, each with its own name")
         for name in names:
             self._keeper.check_name(name)
         return names

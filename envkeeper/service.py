@@ -21,6 +21,7 @@ from belayer.rpc import Server
 from envkeeper import host
 from envkeeper.acting import Acting
 from envkeeper.adopt import adopt
+from envkeeper.asking import check
 from envkeeper.fork import Forks
 from envkeeper.keeper import Box, Keeper
 from envkeeper.lineage import Lineage
@@ -37,6 +38,7 @@ class Service:
         self._forks = Forks(keeper, prefixes.backend)
 
     async def handle(self, ask: Any) -> msgspec.Struct:
+        check(ask)  # first: a bad field must change nothing, and end nobody's daemon
         keeper = self._keeper
         match ask:
             case Ping():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from belayer.messages.common import Done, ErrorReply, FaultProof, Message, Ping, Pong
 
+MIN_ACTION_S, MAX_ACTION_S = 0.001, 86_400.0  # the agent counts milliseconds, and 0 of them would be no limit
+
 
 class CreateSandbox(Message, frozen=True, kw_only=True, tag=True):
     """A fresh sandbox from ``image`` ("" for the configured one). Limits of 0 and a ``hostname`` of "" mean the
@@ -51,8 +53,9 @@ class ExecAction(Message, frozen=True, kw_only=True, tag=True):
     a program that is run directly, also in an image without a shell. In a session ``env`` is exported and ``cwd``
     entered before the script and both stay; for ``argv`` they hold for that one program. ``user``: name or uid of the
     image, each with ":group" if wanted, "" for the sandbox's own; a session keeps the user that it began with.
-    ``stdin`` of None is /dev/null. ``max_output``: bytes kept of each stream, 0 for the configured number; half of
-    them from its beginning and half from its end. ``context_digest`` is that of L_k, the context that led to this."""
+    ``stdin`` of None is /dev/null. ``max_output``: bytes kept of each stream, at most 4 MiB, 0 for the configured
+    number; half of them from its beginning and half from its end. ``timeout_s``: 0.001 to 86 400, 0 for the configured
+    one. ``context_digest`` is that of L_k, the context that led to this."""
 
     sandbox_id: str
     incarnation: str

@@ -33,6 +33,7 @@ CORES = [
     "belayerd/router/events.py",
     "gpuowner/core.py",
     "envkeeper/core.py",
+    "envkeeper/asking.py",
     "envkeeper/budget.py",
     "envkeeper/policy.py",
     "envkeeper/estimate.py",
