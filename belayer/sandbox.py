@@ -11,6 +11,7 @@ Blocking; one instance per thread.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -18,9 +19,11 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from belayer import transfer
-from belayer.errors import DaemonUnreachable, Refused, SandboxLost
+from belayer.errors import BelayerError, DaemonUnreachable, Refused, SandboxLost
 from belayer.messages.common import Done, FaultProof
 from belayer.messages.sandbox import (
+    MAX_ACTION_S,
+    MIN_ACTION_S,
     CheckpointInfo,
     CheckpointList,
     CreateSandbox,
@@ -92,16 +95,16 @@ class Sandbox:
             allow=tuple(allow),
             labels=labels or {},
         )
-        return cls(client, client.call(ask, SandboxInfo, _LONG_S), sock)
+        return cls(client, _call(client, sock, ask, SandboxInfo, _LONG_S), sock)
 
     @classmethod
     def attach(cls, sandbox_id: str, *, paths: Paths | None = None) -> Self:
         """A sandbox that exists, at the boundary it is at. Raises DaemonUnreachable, SandboxUnknown."""
         client, sock = _connect(paths)
-        listed = client.call(ListSandboxes(), SandboxList)
+        listed = _call(client, sock, ListSandboxes(), SandboxList)
         found = next((row for row in listed.sandboxes if row.sandbox_id == sandbox_id), None)
         if found is None:
-            client.call(ListCheckpoints(sandbox_id=sandbox_id), CheckpointList)  # raises SandboxUnknown
+            _call(client, sock, ListCheckpoints(sandbox_id=sandbox_id), CheckpointList)  # raises SandboxUnknown
             raise DaemonUnreachable(f"sandbox {sandbox_id} vanished while it was being looked up")
         return cls(client, found, sock)
 
@@ -122,6 +125,9 @@ class Sandbox:
         any shell. ``context``: the messages that led to it (L_k); the rest is said at ``ExecAction``. Raises
         SandboxLost when its fate is unknown: then nothing was observed and nothing may be replayed; Refused when it
         was not begun."""
+        if timeout_s and not MIN_ACTION_S <= timeout_s <= MAX_ACTION_S:  # NaN is in no range
+            allowed = f"{MIN_ACTION_S:g} to {MAX_ACTION_S:g}, or 0 for the configured one"
+            raise Refused(f"timeout_s is {timeout_s}: allowed is {allowed}", kept="everything: nothing was begun")
         script = isinstance(command, str)
         ask = ExecAction(
             sandbox_id=self.sandbox_id,
@@ -168,21 +174,19 @@ class Sandbox:
 
         def read(path: str, offset: int) -> PathContent:
             ask = ReadPath(sandbox_id=self.sandbox_id, incarnation=self.incarnation, path=path, offset=offset)
-            return self._client.call(ask, PathContent, _LONG_S)
+            return self._call(ask, PathContent, _LONG_S)
 
         return transfer.fetch(read, source, Path(target))
 
     def _act(self, ask: ExecAction | WriteFiles, kind: type[R], limit_s: float) -> R:
-        instance = self._instance()
-        try:
-            return self._client.call(ask, kind, limit_s + _SLACK_S, lambda: self._instance() in (instance, None))
-        except DaemonUnreachable as why:
-            if self._instance() in (instance, None):
-                raise
-            raise SandboxLost(
-                f"envkeeper was replaced while action {self.boundary + 1} ran: its observation was given to nobody",
-                remedy="restore, and generate again from that boundary",
-            ) from why
+        lost = SandboxLost(
+            f"envkeeper ended while action {self.boundary + 1} ran: its observation was given to nobody",
+            remedy="restore, and generate again from that boundary",
+        )
+        return self._call(ask, kind, limit_s + _SLACK_S, lost)
+
+    def _call(self, ask: msgspec.Struct, kind: type[R], limit_s: float = 10.0, ended: BelayerError | None = None) -> R:
+        return _call(self._client, self._sock, ask, kind, limit_s, ended)
 
     def checkpoint(self, context: Sequence[Any] = ()) -> CheckpointInfo:
         """Make this boundary, with ``context`` as its L_k, the READY prefix."""
@@ -192,7 +196,12 @@ class Sandbox:
             boundary=self.boundary,
             context_digest=context_digest(context),
         )
-        return self._client.call(ask, CheckpointInfo, _LONG_S)
+        ended = DaemonUnreachable(
+            f"envkeeper ended in a checkpoint of {self.sandbox_id}: boundary {self.boundary} was not seen READY",
+            kept="the READY of before, or this one if it was whole already: never half of one",
+            remedy="checkpoint again when envkeeper is back",
+        )
+        return self._call(ask, CheckpointInfo, _LONG_S, ended)
 
     def restore(self, checkpoint_id: str = "") -> tuple[int, str]:
         """Back to READY (or ``checkpoint_id``) in a fresh container: (boundary, digest of its L_k). Raises
@@ -218,7 +227,7 @@ class Sandbox:
             allow_older=allow_older,
             allow_base=allow_base,
         )
-        back = self._client.call(ask, RestoreInfo, _LONG_S)
+        back = self._call(ask, RestoreInfo, _LONG_S)
         self.incarnation, self.boundary = back.incarnation, back.boundary
         return back
 
@@ -252,29 +261,20 @@ class Sandbox:
 
     @classmethod
     def _forked(cls, client: SyncClient, sock: Path, ask: ForkSandbox) -> list[Self]:
-        made = client.call(ask, Forked, _LONG_S)
-        listed = {row.sandbox_id: row for row in client.call(ListSandboxes(), SandboxList).sandboxes}
+        made = _call(client, sock, ask, Forked, _LONG_S)
+        listed = {row.sandbox_id: row for row in _call(client, sock, ListSandboxes(), SandboxList).sandboxes}
         return [cls(SyncClient(sock), listed[fork.sandbox_id], sock) for fork in made.forks]
 
     def checkpoints(self) -> CheckpointList:
-        return self._client.call(ListCheckpoints(sandbox_id=self.sandbox_id), CheckpointList)
+        return self._call(ListCheckpoints(sandbox_id=self.sandbox_id), CheckpointList)
 
     def kill(self) -> FaultProof:
         """Break it on purpose: SIGKILL to its PID 1, seen dead."""
-        return self._client.call(InjectSandboxFault(sandbox_id=self.sandbox_id), FaultProof)
+        return self._call(InjectSandboxFault(sandbox_id=self.sandbox_id), FaultProof)
 
     def destroy(self, *, keep_checkpoints: bool = False) -> None:
-        self._client.call(DestroySandbox(sandbox_id=self.sandbox_id, keep_checkpoints=keep_checkpoints), Done, _LONG_S)
+        self._call(DestroySandbox(sandbox_id=self.sandbox_id, keep_checkpoints=keep_checkpoints), Done, _LONG_S)
         self._client.close()
-
-    def _instance(self) -> tuple[int, int] | None:
-        """Which life of envkeeper holds the socket, by its file (each life binds anew); None when none does (it may be
-        on its way back)."""
-        try:
-            seen = self._sock.stat()
-        except FileNotFoundError:
-            return None
-        return seen.st_ino, seen.st_ctime_ns
 
     def __repr__(self) -> str:
         return f"<Sandbox {self.sandbox_id} at boundary {self.boundary}>"
@@ -289,3 +289,48 @@ def _connect(paths: Paths | None) -> tuple[SyncClient, Path]:
     if not sock.exists():
         raise DaemonUnreachable(f"no socket at {sock}", remedy="start envkeeper, or set BELAYER_ROOT")
     return SyncClient(sock), sock
+
+
+def _call(
+    client: SyncClient,
+    sock: Path,
+    ask: msgspec.Struct,
+    kind: type[R],
+    limit_s: float = 10.0,
+    ended: BelayerError | None = None,
+) -> R:
+    """One call that outlives its daemon by seconds only. ``ended`` is raised when the life of envkeeper that may have
+    taken it is over: it will never be answered. The wait for a daemon that is on its way back is not cut short."""
+    life, over = _life(sock), False
+
+    def same_life() -> bool:  # asked only when the call was sent
+        nonlocal life, over
+        now = _life(sock)
+        life = life or now  # it was sent to the first one that came
+        over = now is None or now != life
+        return not over
+
+    try:
+        return client.call(ask, kind, limit_s, same_life)
+    except DaemonUnreachable as why:
+        if not over and (life is None or _life(sock) == life):
+            raise
+        raise ended or DaemonUnreachable(
+            f"envkeeper ended in {type(ask).__name__}: whether it was done is unknown",
+            kept="READY checkpoints",
+            remedy="when envkeeper is back, what it had not finished is undone or listed: see `belayerctl sandboxes`",
+        ) from why
+
+
+def _life(sock: Path) -> tuple[int, int] | None:
+    """Which life of envkeeper listens, by its socket's file (each life binds anew); None when none does. A killed one
+    leaves the file behind, a stopped one still has connections queued for it."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
+        try:
+            seen = sock.stat()
+            probe.connect(str(sock))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return None
+        except BlockingIOError:
+            pass  # its queue is full: it is there
+    return seen.st_ino, seen.st_ctime_ns
