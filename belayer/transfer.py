@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,7 +47,17 @@ def _walk(source: Path, target: str) -> Iterator[tuple[Path, str]]:
 
 
 def fetch(read: Callable[[str, int], PathContent], source: str, target: Path) -> int:
-    """The number of files. What the sandbox calls its files is never trusted with a place outside of ``target``."""
+    """The number of files. What the sandbox calls its files is never trusted with a place outside of ``target``, which
+    must not exist and appears whole, or not at all."""
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists")
+    with tempfile.TemporaryDirectory(prefix=".belayer-", dir=target.parent) as beside:
+        count = _fetch(read, source, Path(beside) / "part")
+        os.rename(Path(beside) / "part", target)
+    return count
+
+
+def _fetch(read: Callable[[str, int], PathContent], source: str, target: Path) -> int:
     seen = read(source, 0)
     if stat.S_ISDIR(seen.mode):
         target.mkdir()
@@ -54,7 +65,7 @@ def fetch(read: Callable[[str, int], PathContent], source: str, target: Path) ->
         for name in seen.names:
             if name in (".", "..") or "/" in name or "\0" in name:
                 raise Refused(f"{source} lists {name!r}, which is no name")
-            count += fetch(read, f"{source.rstrip('/')}/{name}", target / name)
+            count += _fetch(read, f"{source.rstrip('/')}/{name}", target / name)
         return count
     with target.open("xb") as file:
         os.fchmod(file.fileno(), stat.S_IMODE(seen.mode) & 0o777)  # no setuid of a sandbox's making on this host

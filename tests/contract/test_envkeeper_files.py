@@ -58,6 +58,18 @@ def test_a_tree_goes_in_and_comes_back(box: Sandbox, tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "back/tool").stat().st_mode) == 0o750
 
 
+def test_a_refused_download_leaves_nothing_and_empty_folders_come(box: Sandbox, tmp_path: Path) -> None:
+    box.exec("mkdir -p /half/a-folder /half/empty; echo first > /half/a-folder/file; mkfifo /half/pipe")
+    with pytest.raises(Refused):
+        box.download("/half", tmp_path / "half")
+    assert list(tmp_path.iterdir()) == []
+    box.exec("rm /half/pipe")
+    assert box.download("/half", tmp_path / "half") == 1
+    assert sorted(path.name for path in (tmp_path / "half").iterdir()) == ["a-folder", "empty"]
+    with pytest.raises(FileExistsError):
+        box.download("/half", tmp_path / "half")
+
+
 def test_an_upload_belongs_to_the_prefix(box: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "f").write_text("kept")
     box.upload(tmp_path / "f", "/kept")
