@@ -20,7 +20,7 @@ import msgspec
 
 from belayer import transfer
 from belayer.errors import BelayerError, DaemonUnreachable, Refused, SandboxLost
-from belayer.messages.common import Done, FaultProof
+from belayer.messages.common import Done, FaultProof, Ping, Pong
 from belayer.messages.sandbox import (
     MAX_ACTION_S,
     MIN_ACTION_S,
@@ -300,7 +300,9 @@ def _call(
     ended: BelayerError | None = None,
 ) -> R:
     """One call that outlives its daemon by seconds only. ``ended`` is raised when the life of envkeeper that may have
-    taken it is over: it will never be answered. The wait for a daemon that is on its way back is not cut short."""
+    taken it is over: it will never be answered."""
+    if _life(sock) is None:
+        client.call(Ping(), Pong, _SLACK_S)  # it may be on its way back; the limit of the call itself can be minutes
     life, over = _life(sock), False
 
     def same_life() -> bool:  # asked only when the call was sent
