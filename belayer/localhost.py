@@ -183,6 +183,7 @@ class LocalHost:
         procs.wait_dead(fds, 10.0)
         for fd in fds:
             os.close(fd)
+        procs.Cgroups(procs.tag_of(self.paths.run)).remove_all()
 
     def _destroy_sandboxes(self) -> None:
         """Sandboxes outlive envkeeper by design; those of a private root end with it."""

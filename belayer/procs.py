@@ -6,7 +6,9 @@ naming it (pidfd_open(2)). Fence = SIGKILL to every process of the tree, then *e
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import os
 import select
 import signal
@@ -91,6 +93,11 @@ def boot_id() -> str:
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
+def tag_of(run: Path) -> str:
+    """Short name of the host whose run folder this is, for its control groups."""
+    return hashlib.sha256(str(run).encode()).hexdigest()[:8]
+
+
 class Cgroups:
     """Where workers' control groups go: a folder of ours in the cgroup2 hierarchy, or none.
 
@@ -146,6 +153,15 @@ class Cgroups:
             (self.base / worker_id / "cgroup.kill").write_text("1")
         except FileNotFoundError:
             return
+
+    def remove_all(self) -> None:
+        """The whole folder, once every worker of the host is dead; a group that still holds a process stays."""
+        if self.base is None:
+            return
+        for folder in [*self.base.iterdir(), self.base]:
+            with contextlib.suppress(OSError):
+                if folder.is_dir():
+                    folder.rmdir()
 
     def empty(self, worker_id: str) -> bool:
         return not self.pids(worker_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import signal
 from pathlib import Path
@@ -59,8 +58,7 @@ class Supervisor:
         self._instance = new_instance()
         self._context = zmq.asyncio.Context()
         self._router = Client(paths.router_sock, self._context)
-        tag = hashlib.sha256(str(paths.run).encode()).hexdigest()[:8]
-        self._cgroups = procs.Cgroups(tag)
+        self._cgroups = procs.Cgroups(procs.tag_of(paths.run))
         self._incidents = Incidents(paths.incidents)
         policy = config.policy
         self._alerts = Alerts(policy.alert_command, self._log)

@@ -82,9 +82,11 @@ def host() -> Iterator[Pair2]:
         host.until_protected()
         yield host
     finally:
+        groups = procs.Cgroups(procs.tag_of(host.paths.run)).base
         host.stop()
         zygote.kill()
         zygote.wait()
+        assert groups is None or not groups.exists(), "no control group is left"
         shutil.copytree(host.paths.state / "log", LOGS, dirs_exist_ok=True)
         shutil.rmtree(root)
 
