@@ -26,6 +26,7 @@ from envkeeper.recipe import Recipe
 AGENT_IN_SANDBOX = "/.belayer/agent"
 LABEL = "belayer"
 BOUND = frozenset({AGENT_IN_SANDBOX, lives.IN_SANDBOX, "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"})
+_REMOVALS = 5  # tries; each takes Docker a few hundredths of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,13 +271,18 @@ class Engine:
     def remove(self, container_id: str) -> None:
         """Kill and remove; gone already is fine."""
         with self._names_faults():
-            try:
-                self._client().remove_container(container_id, force=True, v=True)
-            except docker.errors.NotFound:
-                pass
-            except docker.errors.APIError as why:
-                if why.status_code != 409:  # "removal ... is already in progress"
-                    raise
+            for left in reversed(range(_REMOVALS)):
+                try:
+                    self._client().remove_container(container_id, force=True, v=True)
+                    break
+                except docker.errors.NotFound:
+                    break
+                except docker.errors.APIError as why:
+                    if why.status_code == 409:  # "removal ... is already in progress"
+                        break
+                    # It died between Docker's look and Docker's kill (we have just fenced it): asked again, it is gone.
+                    if left == 0 or "is not running" not in str(why.explanation):
+                        raise
         marks.forget(container_id)
 
     def ours(self) -> dict[str, str]:
