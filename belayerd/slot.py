@@ -410,7 +410,7 @@ class SlotShell:
 
     def try_again(self) -> None:
         """Starts failed while an owner was away or weights were being written; now they can."""
-        if self.pair.state in (p.State.EXPOSED, p.State.EMPTY):
+        if self.pair.state in (p.State.EXPOSED, p.State.EMPTY) and self.pair.failed_starts:
             self._inbox.put_nowait(p.Wanted())
 
     def spare_view(self) -> policy.SpareView:

@@ -242,7 +242,8 @@ def test_in_place_a_dead_writer_leaves_torn_weights_that_nobody_serves() -> None
         waiting = Stream(host.status().router_url, "/v1/completions", completion(24, ignore_eos=True))
         waiting.start()
         os.kill(victim, signal.SIGKILL)
-        held = host.until("held at the gate", lambda s: "an update of" in slot(s, "slot0").reason, 60.0)
+        host.until("the handover", lambda s: slot(s, "slot0").state == "handover", 60.0)
+        held = host.until("its gate", lambda s: "owners: an update of" in slot(s, "slot0").reason, 60.0)
         assert slot(held, "slot0").state == "handover"
         assert waiting.seen.chunks == []
         assert publish_again(host, ONE) == 2
