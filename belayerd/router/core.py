@@ -16,12 +16,12 @@ from belayer.errors import Refused, RequestUnknown
 from belayerd.router import events as ev
 from belayerd.router.placement import Effects, Limits, added, story_of
 from belayerd.router.records import LEFT, STOP_STRING, Past, Request, RequestState, Slot, Span
-from belayerd.router.slot_rules import SlotRules
+from belayerd.router.remote_rules import RemoteRules
 
 __all__ = ["Core", "Effects", "Limits"]
 
 
-class Core(SlotRules):
+class Core(RemoteRules):
     """Requests and slots of one front. Feed it events with ``step``; perform what it returns."""
 
     def __init__(self, limits: Limits) -> None:
@@ -30,6 +30,8 @@ class Core(SlotRules):
             ev.Add: self._add,
             ev.Abort: self._abort,
             ev.Outputs: self._outputs,
+            ev.HandedBack: self._handed_back,
+            ev.Offer: self._offer,
             ev.Register: self._register,
             ev.Ready: self._ready,
             ev.Beat: self._beat,
@@ -151,7 +153,7 @@ class Core(SlotRules):
                 slot.late_dropped += 1
             return []
         # A worker that did not say where its count is tells it with its first message.
-        if slot.next_seq is not None and event.seq != slot.next_seq:
+        if slot.next_seq not in (None, event.seq) or not self._in_place(slot, event.items):
             return self._torn(ev.Torn(slot.name, slot.worker_id), now)
         slot.next_seq = event.seq + 1
         if event.weight_version:
@@ -165,15 +167,23 @@ class Core(SlotRules):
                 self.counters.late_items += 1  # aborted while this was under way
                 unwanted += [] if item.finish else [item.request_id]
                 continue
-            self._take(request, slot, item, position, event.weight_version, now, out)
+            made = event.made or (slot.name, slot.generation)
+            maker = (*made, event.weight_version or slot.weight_version)
+            self._take(request, slot, item, position, maker, now, out)
         if unwanted:
             out.append(ev.SendAbort(slot.worker_id, tuple(unwanted)))
         return out
 
     def _take(
-        self, request: Request, slot: Slot, item: ev.Item, position: int, version: str, now: float, out: Effects
+        self,
+        request: Request,
+        slot: Slot,
+        item: ev.Item,
+        position: int,
+        maker: tuple[str, int, str],
+        now: float,
+        out: Effects,
     ) -> None:
-        maker = (slot.name, slot.generation, version or slot.weight_version)
         if item.tokens and (not request.spans or request.spans[-1][1:] != maker):
             self._journal_tokens(request, out)  # a journal block has one maker
             request.spans.append(Span(len(request.tokens), *maker))
@@ -249,6 +259,10 @@ def _request(event: ev.Add, now: float) -> Request:
         eager=event.eager,
         on_death=event.on_death,
         pin=event.pin,
+        origin=event.origin,
+        # What came with it is told to nobody here: its own host has delivered it.
+        tokens=list(event.prefix),
+        spans=[Span(0, event.origin, 0, "")] if event.prefix else [],
         readers=[event.request_id],
     )
 

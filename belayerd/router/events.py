@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from belayer.errors import ErrorCode
+
 
 class Cause(StrEnum):
     """Why a worker leaves. Only ``DIED`` counts against the requests that it was running."""
@@ -19,6 +21,7 @@ class Cause(StrEnum):
     PLANNED = "planned"
     SUPERSEDED = "superseded"
     TORN_LINK = "torn_link"
+    HOST_LOST = "host_lost"
 
 
 class OnDeath(StrEnum):
@@ -54,6 +57,7 @@ class Add(Event, frozen=True, gc=False):
     ``name``: the client's own id of this choice, by which it may ask again ("": it gave none). ``digest`` is over all
     that decides the answer. ``position``: the client repeats a request and has this many tokens of it; None: a new
     one. ``eager``: what is delivered must be on disk before (docs/adr/0011). ``pin``: the slot whose URL was used.
+    ``origin``: the host that forwarded it, with the tokens that it has so far as ``prefix``: it stays on this host.
     """
 
     request_id: str
@@ -67,6 +71,8 @@ class Add(Event, frozen=True, gc=False):
     eager: bool = False
     on_death: OnDeath | None = None
     pin: str = ""
+    origin: str = ""
+    prefix: tuple[int, ...] = ()
 
 
 class Abort(Event, frozen=True, gc=False):
@@ -78,17 +84,20 @@ class Abort(Event, frozen=True, gc=False):
 
 class Item(msgspec.Struct, frozen=True, gc=False):
     """One request's share of one engine step; ``finish`` is vLLM's word for the reason, "" while it goes on.
-    ``row``: the encoded output, where it holds more than tokens (logprobs) and the request may be asked for again."""
+    ``row``: the encoded output, where it holds more than tokens (logprobs) and the request may be asked for again.
+    ``start``: the position of its first token, from those that say it (other hosts)."""
 
     request_id: str
     tokens: tuple[int, ...]
     finish: str = ""
     stop: Stop = None
     row: bytes = b""
+    start: int | None = None
 
 
 class Outputs(Event, frozen=True, gc=False):
-    """One message of a worker. ``seq`` counts its messages to this front without a gap."""
+    """One message of a worker. ``seq`` counts its messages to this front without a gap. ``made``: the slot and
+    generation that made the tokens, where it is not the worker itself (another host's router stands for it)."""
 
     slot: str
     generation: int
@@ -96,10 +105,35 @@ class Outputs(Event, frozen=True, gc=False):
     seq: int
     items: tuple[Item, ...]
     weight_version: str = ""
+    made: tuple[str, int] | None = None
+
+
+class HandedBack(Event, frozen=True, gc=False):
+    """Another host ends its part of a forwarded request, in place of outputs; ``code`` is one of ErrorCode."""
+
+    slot: str
+    generation: int
+    worker_id: str
+    seq: int
+    request_id: str
+    code: ErrorCode
+    message: str
+    remedy: str = ""
+
+
+class Offer(Event, frozen=True, gc=False):
+    """What another host says of its slot: may it be given more, and how full it is. ``load``: all its requests."""
+
+    slot: str
+    open: bool
+    load: int = 0
+    capacity: int = 0
+    weight_version: str = ""
 
 
 class Register(Event, frozen=True, gc=False):
-    """belayerd names the new main of a slot. Raises Fenced when the generation is old."""
+    """belayerd names the new main of a slot. Raises Fenced when the generation is old. ``remote``: it is the slot of
+    another host, whose router stands for its workers; ``generation`` is the epoch of the link to it."""
 
     slot: str
     generation: int
@@ -107,6 +141,7 @@ class Register(Event, frozen=True, gc=False):
     endpoint: str
     weight_version: str = ""
     model: str = ""
+    remote: bool = False
 
 
 class Ready(Event, frozen=True, gc=False):
@@ -188,6 +223,7 @@ class Connect(Effect, frozen=True, gc=False):
     generation: int
     worker_id: str
     endpoint: str
+    remote: bool = False
 
 
 class Disconnect(Effect, frozen=True, gc=False):
@@ -204,6 +240,7 @@ class SendAdd(Effect, frozen=True, gc=False):
     request_id: str
     frames: tuple[bytes, ...]
     prefix: tuple[int, ...]
+    on_death: str = ""
 
 
 class SendAbort(Effect, frozen=True, gc=False):

@@ -12,12 +12,14 @@ import zmq.asyncio
 
 from belayer.errors import BadMessage, WorkerGone
 from belayer.messages.worker import Stamp
+from belayerd.router.events import Item
 
 _stamp: msgspec.msgpack.Decoder[Stamp] = msgspec.msgpack.Decoder(Stamp)
 
 OnOutput = Callable[["Link", Stamp, Sequence[Any]], None]
 OnTorn = Callable[["Link", BadMessage], None]
 OnBeat = Callable[["Link", "Standing"], None]
+Extra = Callable[["Link", Sequence[Any]], None]
 
 
 class Standing(msgspec.Struct, frozen=True):
@@ -48,6 +50,8 @@ class Link:
         self, context: zmq.asyncio.Context, slot: str, worker_id: str, endpoint: str, front: int, token: bytes
     ) -> None:
         self.slot, self.worker_id, self._token = slot, worker_id, token
+        self.silence_s: float | None = None  # without an answer, until it is given up at once; None: as the shell says
+        self.extra: dict[bytes, Extra] = {}  # readers of other kinds of messages
         self._context, self._endpoint, self._front = context, endpoint, front
         self._socket = self._connected()
         self._reader: asyncio.Task[None] | None = None
@@ -58,12 +62,15 @@ class Link:
 
     def _connected(self) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.DEALER)
-        socket.set(zmq.ROUTING_ID, self._front.to_bytes(2, "little"))
         socket.set(zmq.LINGER, 0)
+        self._dress(socket)
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.RCVHWM, 0)
         socket.connect(self._endpoint)
         return socket
+
+    def _dress(self, socket: zmq.asyncio.Socket) -> None:
+        socket.set(zmq.ROUTING_ID, self._front.to_bytes(2, "little"))
 
     def renew(self) -> None:
         """Take our place at the worker's socket again: ZeroMQ tells nobody that another peer took it. What was under
@@ -108,6 +115,18 @@ class Link:
         except msgspec.DecodeError as why:
             raise BadMessage(f"worker {self.worker_id} said of itself what cannot be read: {why}") from why
 
+    def add(self, prefix: bytes, frames: Sequence[Any], on_death: str) -> None:
+        """Give it a request. ``on_death`` is for those that decide about deaths themselves."""
+        self.send([b"add", prefix, *frames])
+
+    def made(self, stamp: Stamp) -> tuple[str, int]:
+        """The slot and generation that made the tokens of a message."""
+        return stamp.slot, stamp.generation
+
+    def placed(self, stamp: Stamp, items: tuple[Item, ...]) -> tuple[Item, ...]:
+        """The items, with their positions where the other side says them. Raises BadMessage."""
+        return items
+
     def send(self, frames: Sequence[Any]) -> None:
         """Queue a message; order is kept. Without a high-water mark this never waits."""
         self._said += 1
@@ -134,6 +153,9 @@ class Link:
                             raise BadMessage(f"worker {self.worker_id} got {standing.got} of {standing.told} messages")
                         on_beat(self, standing)
                     continue
+                if kind in self.extra:
+                    self.extra[kind](self, frames)
+                    continue
                 stamp = self._check(kind, frames)
             except BadMessage as why:
                 on_torn(self, why)
@@ -144,9 +166,12 @@ class Link:
         if kind != b"out" or len(frames) < 3:
             raise BadMessage(f"worker {self.worker_id} sent {len(frames)} frames of kind {kind[:16]!r}")
         try:
-            return _stamp.decode(frames[1].buffer)
+            return self._stamps().decode(frames[1].buffer)
         except msgspec.DecodeError as why:
             raise BadMessage(f"worker {self.worker_id} sent a message without a stamp: {why}") from why
+
+    def _stamps(self) -> msgspec.msgpack.Decoder[Any]:
+        return _stamp
 
     def close(self) -> None:
         if self._reader is not None:

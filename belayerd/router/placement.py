@@ -25,6 +25,7 @@ class Limits:
     ``silence_s``: how long a worker may have a request without any output before it is taken from it.
     ``tears``: how often a torn link to the same worker is made anew before the next generation is waited for.
     ``on_death``: by slot, what its requests want that say nothing themselves; others resume.
+    ``capacity``: by slot, how many requests its engine runs at once; beyond it a free slot of another host is better.
     """
 
     deaths: int = 2
@@ -36,6 +37,7 @@ class Limits:
     keep_bytes: int = 64 << 20
     same_id: ev.SameId = ev.SameId.REFUSE
     on_death: dict[str, ev.OnDeath] = field(default_factory=dict)
+    capacity: dict[str, int] = field(default_factory=dict)
 
 
 class Placement:
@@ -108,7 +110,9 @@ class Placement:
             if not request.continuable:  # it had no token yet: given again from the start
                 slot.restarted_total += 1
                 self.counters.restarted += 1
-        out.append(ev.SendAdd(slot.worker_id, request.request_id, request.frames, tuple(request.tokens)))
+        self.counters.forwarded += slot.remote
+        wish = "" if request.on_death is None else request.on_death.value
+        out.append(ev.SendAdd(slot.worker_id, request.request_id, request.frames, tuple(request.tokens), wish))
 
     def _remember(self, session: str, slot: str) -> None:
         if session:
@@ -121,16 +125,16 @@ class Placement:
         if not self._roams(request):
             home = self.slots.get(request.slot or request.pin)
             return home if home is not None and home.state is SlotState.SERVING else None
-        serving = [slot for slot in self.slots.values() if slot.state is SlotState.SERVING and slot.name != but]
+        serving = [slot for slot in self.slots.values() if slot.name != but and _may_have(slot, request)]
         if not serving:
             return None
-        # Weights of an older version are served only while nobody has newer ones.
-        newest = max(_version(slot) for slot in serving)
-        fit = [slot for slot in serving if _version(slot) == newest]
+        # Weights of an older version are served only while nobody on this host has newer ones. Newer ones of another
+        # host draw no request away: it may have been updated a moment before this one.
+        local = [slot for slot in serving if not slot.remote]
+        newest = max(_version(slot) for slot in local or serving)
+        fit = [slot for slot in serving if _version(slot) == newest or (slot.remote and _version(slot) > newest)]
         known = self._sessions.get(request.session, "") if request.session else ""
-        return next((slot for slot in fit if slot.name == known), None) or min(
-            fit, key=lambda slot: (len(slot.running), slot.name)
-        )
+        return next((slot for slot in fit if slot.name == known), None) or min(fit, key=_burden)
 
     def _roams(self, request: Request) -> bool:
         """True when any slot may take it: it is at home nowhere, its slot was removed, or it waited long enough."""
@@ -138,7 +142,8 @@ class Placement:
         if request.roams or not home:
             return True
         slot = self.slots.get(home)
-        return slot is not None and slot.state is SlotState.REMOVED
+        gone = (SlotState.REMOVED, SlotState.EMPTY) if slot is not None and slot.remote else (SlotState.REMOVED,)
+        return slot is not None and slot.state in gone
 
     def _place_all(self, now: float, out: Effects) -> None:
         for request_id in list(self._waiting):
@@ -233,6 +238,18 @@ def _past(request: Request, reason: str, stop: ev.Stop) -> Past:
         eager=request.eager,
         on_death=request.on_death,
     )
+
+
+def _may_have(slot: Slot, request: Request) -> bool:
+    if slot.state is not SlotState.SERVING:
+        return False
+    return not slot.remote or (slot.open and request.continuable and not request.origin)
+
+
+def _burden(slot: Slot) -> tuple[bool, bool, int, str]:
+    """The least is taken: here while there is room, then elsewhere while there is room, then here."""
+    load = len(slot.running) + slot.elsewhere
+    return bool(slot.capacity) and load >= slot.capacity, slot.remote, load, slot.name
 
 
 def _version(slot: Slot) -> int:

@@ -77,6 +77,8 @@ class Request:
     eager: bool = False
     on_death: OnDeath | None = None  # None: as its slot says
     pin: str = ""
+    origin: str = ""  # the host that forwarded it; it is never forwarded again
+    returned: int = 0  # how often another host handed it back
     readers: list[str] = field(default_factory=list)  # front-end ids; none: its client is gone
     heard_at: float = 0.0  # its last output, or when it was given to its worker
 
@@ -149,6 +151,10 @@ class Slot:
     restarted_total: int = 0
     late_dropped: int = 0
     tears: int = 0  # how often the link to this worker was torn
+    remote: bool = False  # of another host: its router stands for its workers
+    open: bool = True  # a remote one: may be given requests
+    elsewhere: int = 0  # its requests that are not ours
+    capacity: int = 0  # how many its engine runs at once; 0: not known
     last_resume: ResumeNote | None = None
 
     def move(self, to: SlotState) -> None:
@@ -181,4 +187,6 @@ class Counters:
     recovered: int = 0
     silent: int = 0
     cut: int = 0
+    forwarded: int = 0
+    handed_back: int = 0
     refused: dict[str, int] = field(default_factory=dict)  # by error code: the client's mistakes about ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Container, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -59,6 +59,9 @@ class Sink(Protocol):
         """The worker of this slot is gone: no utility call to it will be answered."""
 
 
+RemoteLinks = Callable[[ev.Connect, int, bytes], Link]  # what is connected, the front, the token
+
+
 class Shell:
     """One front's connection to all workers. All methods run in one event loop."""
 
@@ -76,6 +79,7 @@ class Shell:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.changed = asyncio.Event()  # set by every step of the core
         self._kept = Kept(core)
+        self.make_remote: RemoteLinks | None = None  # links to other hosts
 
     async def watch(self) -> None:
         """Raises what broke a task of this shell: then its state cannot be trusted and the daemon must end."""
@@ -116,7 +120,8 @@ class Shell:
         self._links[worker_id].send([b"util", *frames])
 
     def serving_slots(self) -> list[str]:
-        return [name for name, slot in self.core.slots.items() if slot.state is SlotState.SERVING]
+        """Of this host: admin calls and health of a slot are no other host's business."""
+        return [name for name, slot in self.core.slots.items() if slot.state is SlotState.SERVING and not slot.remote]
 
     async def some_slot(self, within_s: float, slot: str = "") -> list[str]:
         """The slots that serve, once there is at least one; or ``slot`` alone, once it serves. Raises NoHealthySlot
@@ -169,11 +174,13 @@ class Shell:
             await asyncio.sleep(BEAT_S)
             if self._links.get(link.worker_id) is not link:
                 return
-            if link.renewed >= RENEWALS:
+            silence_s = self.link_silence_s if link.silence_s is None else link.silence_s
+            silent = link.asked * BEAT_S >= silence_s
+            if link.renewed >= RENEWALS or (silent and link.silence_s is not None):
                 self._log.error("link_mute", slot=link.slot, worker=link.worker_id)
                 self._step(ev.Mute(link.slot, link.worker_id))
                 return
-            if link.asked * BEAT_S >= self.link_silence_s:
+            if silent:
                 link.renew()
                 self._run(link.read(self._on_output, self._on_torn, self._on_beat))
             link.ask()
@@ -181,17 +188,27 @@ class Shell:
     def unregister(self, event: ev.Unregister) -> None:
         self._step(event)
 
+    def tell(self, event: ev.Event) -> None:
+        """What other hosts say. A slot of theirs that is registered joins in a task of its own."""
+        self._step(event)
+
     # -- from workers -----------------------------------------------------------------------------------------
 
     def _on_output(self, link: Link, stamp: Stamp, frames: Sequence[Any]) -> None:
         try:
             outputs = self._codec.decode(frames)
-            items = self._codec.items(outputs, self._kept)
+            items = link.placed(stamp, self._codec.items(outputs, self._kept))
         except BadMessage as why:
             self._on_torn(link, why)
             return
         event = ev.Outputs(
-            stamp.slot, stamp.generation, stamp.worker_id, stamp.seq, items, outputs.weight_version or ""
+            stamp.slot,
+            stamp.generation,
+            stamp.worker_id,
+            stamp.seq,
+            items,
+            outputs.weight_version or "",
+            link.made(stamp),
         )
         before = self.core.counters.late_messages
         kept = self._step(event)
@@ -201,7 +218,7 @@ class Shell:
             self._sink.utility(link.slot, outputs)
             return
         self._codec.keep(outputs, kept)
-        self._sink.deliver(link.slot, stamp.generation, outputs)
+        self._sink.deliver(*link.made(stamp), outputs)
 
     def _on_beat(self, link: Link, standing: Standing) -> None:
         self._step(ev.Beat(link.slot, link.worker_id, standing.seq, standing.weight_version))
@@ -229,7 +246,7 @@ class Shell:
                         self._sink.cut(reader)
                 case ev.SendAdd():
                     prefix = msgspec.msgpack.encode(effect.prefix) if effect.prefix else b""
-                    self._links[effect.worker_id].send([b"add", prefix, *effect.frames])
+                    self._links[effect.worker_id].add(prefix, effect.frames, effect.on_death)
                 case ev.SendAbort():
                     self._links[effect.worker_id].send([b"abort", msgspec.msgpack.encode(effect.request_ids)])
                 case ev.Fail():
@@ -255,7 +272,11 @@ class Shell:
     def _connect(self, effect: ev.Connect) -> None:
         self._made += 1
         token = self._life + self._made.to_bytes(4, "little")
-        link = Link(self._context, effect.slot, effect.worker_id, effect.endpoint, self._front, token)
+        if effect.remote:
+            assert self.make_remote is not None
+            link = self.make_remote(effect, self._front, token)
+        else:
+            link = Link(self._context, effect.slot, effect.worker_id, effect.endpoint, self._front, token)
         self._links[effect.worker_id] = link
         joining = asyncio.create_task(self._join(link, effect.slot, effect.generation))
         joining.add_done_callback(self._joined)

@@ -23,8 +23,9 @@ class SlotRules(Placement):
         slot.move(SlotState.CONNECTING)
         slot.generation, slot.worker_id, slot.endpoint = event.generation, event.worker_id, event.endpoint
         slot.weight_version, slot.model = event.weight_version, event.model
-        slot.next_seq, slot.tears = None, 0
-        out.append(ev.Connect(slot.name, slot.generation, slot.worker_id, slot.endpoint))
+        slot.next_seq, slot.tears, slot.remote = None, 0, event.remote
+        slot.capacity = self.limits.capacity.get(slot.name, 0)
+        out.append(_connect(slot))
         return out
 
     @staticmethod
@@ -57,7 +58,10 @@ class SlotRules(Placement):
         if slot is None or not slot.is_current(event.generation, event.worker_id):
             return []
         slot.move(SlotState.EMPTY)
-        return [ev.Disconnect(slot.name, event.worker_id)]
+        out: Effects = [ev.Disconnect(slot.name, event.worker_id)]
+        if slot.remote:
+            self._place_all(now, out)  # no shadow takes its place: others may have its requests at once
+        return out
 
     def _unregister(self, event: ev.Unregister, now: float) -> Effects:
         slot = self.slots.get(event.slot) or Slot(event.slot)
@@ -93,7 +97,7 @@ class SlotRules(Placement):
 
     def _judge(self, request: Request, slot: Slot, cause: ev.Cause, out: Effects) -> None:
         """After a loss: may this request be given to another worker, and does it want to?"""
-        died = cause in (ev.Cause.DIED, ev.Cause.SUPERSEDED)
+        died = cause in (ev.Cause.DIED, ev.Cause.SUPERSEDED, ev.Cause.HOST_LOST)
         wish = request.on_death or self.limits.on_death.get(slot.name, ev.OnDeath.RESUME)
         if died and wish is ev.OnDeath.ABORT:
             readers = tuple(request.readers)
@@ -143,7 +147,7 @@ class SlotRules(Placement):
         slot.next_seq = None
         self._set_down(slot, ev.Cause.TORN_LINK, now, out)
         self._place_all(now, out)
-        out.append(ev.Connect(slot.name, slot.generation, slot.worker_id, slot.endpoint))
+        out.append(_connect(slot))
         return out
 
     def _beat(self, event: ev.Beat, now: float) -> Effects:
@@ -211,3 +215,7 @@ class SlotRules(Placement):
                 "see belayerctl status; raise router.silence_s if requests queue that long",
                 out,
             )
+
+
+def _connect(slot: Slot) -> ev.Connect:
+    return ev.Connect(slot.name, slot.generation, slot.worker_id, slot.endpoint, slot.remote)
