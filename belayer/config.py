@@ -151,7 +151,9 @@ class Policy(_Section, frozen=True, kw_only=True):
     """``repeat_window_s``: a second failure this soon after a handover means hardware (promise R7).
     ``restart_budget``: failed starts of a shadow in a row before the slot is left unprotected and says so.
     ``follow_deadline_s``: how long a worker may take to verify and map the next weight version.
-    ``alert_command``: program and arguments to run at an alert, which it finds as JSON on its standard input."""
+    ``alert_command``: program and arguments to run at an alert, which it finds as JSON on its standard input.
+    ``on_replaced_command``: the same for each main that took the place of another, before the next weight update; its
+    exit code 0 acknowledges, else it is run again."""
 
     repeat_window_s: Positive = 60.0
     fence_deadline_s: Positive = 10.0
@@ -162,6 +164,7 @@ class Policy(_Section, frozen=True, kw_only=True):
     owner_deadline_s: Positive = 120.0
     follow_deadline_s: Positive = 120.0
     alert_command: tuple[Text, ...] = ()
+    on_replaced_command: tuple[Text, ...] = ()
 
 
 class Config(_Section, frozen=True, kw_only=True):

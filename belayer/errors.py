@@ -22,6 +22,9 @@ class ErrorCode(StrEnum):
     WORKER_GONE = "worker_gone"
     WORKER_FAILED = "worker_failed"
     HANDOVER_FAILED = "handover_failed"
+    REPLACEMENT_OWED = "replacement_owed"
+    MEMBER_REPLACED = "member_replaced"
+    GROUP_BROKEN = "group_broken"
     REQUEST_UNKNOWN = "request_unknown"
     REQUEST_STALLED = "request_stalled"
     POISON_REQUEST = "poison_request"
@@ -65,6 +68,10 @@ class HostUnfit(BelayerError):
     """The host lacks something that the daemon needs (Docker, CRIU, a port): exit 2, nothing started."""
 
     code = ErrorCode.HOST_UNFIT
+
+
+class HostNotReady(HostUnfit):
+    """It is there, but does not answer now: exit 3 at start, so that systemd tries again (exit 2 it does not)."""
 
 
 class Fenced(BelayerError):
@@ -113,6 +120,24 @@ class WorkerFailed(BelayerError):
 
 class HandoverFailed(BelayerError):
     code = ErrorCode.HANDOVER_FAILED
+
+
+class ReplacementOwed(BelayerError):
+    """A trainer has not acknowledged that a main was replaced: its group may hold a dead one, so no update begins."""
+
+    code = ErrorCode.REPLACEMENT_OWED
+
+
+class MemberReplaced(BelayerError):
+    """A member of a trainer's collective group is dead and replaced: make the group anew, acknowledge, repeat."""
+
+    code = ErrorCode.MEMBER_REPLACED
+
+
+class GroupBroken(BelayerError):
+    """A collective failed, or did not end in its bound, and no replacement explains it."""
+
+    code = ErrorCode.GROUP_BROKEN
 
 
 class RequestUnknown(BelayerError):

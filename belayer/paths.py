@@ -104,6 +104,11 @@ class Paths:
         return self.state / "slots" / f"{slot}.msgpack"
 
     @property
+    def trainers(self) -> Path:
+        """What belayerd owes to trainers (belayerd.replacements)."""
+        return self.state / "trainers.msgpack"
+
+    @property
     def status_file(self) -> Path:
         """Last status that belayerd wrote: readable when the daemon is down (promise O3)."""
         return self.run / "status.msgpack"

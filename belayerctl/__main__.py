@@ -15,6 +15,7 @@ from belayerctl.lists import config, gpu, owners, restore, sandboxes
 from belayerctl.republish import republish
 from belayerctl.status import status
 from belayerctl.top import top
+from belayerctl.trainers import trainers
 
 
 @click.group(
@@ -26,7 +27,20 @@ def cli() -> None:
     pass
 
 
-for _command in (status, top, handover, inject, incidents, owners, sandboxes, restore, republish, gpu, config):
+for _command in (
+    status,
+    top,
+    handover,
+    inject,
+    incidents,
+    owners,
+    sandboxes,
+    restore,
+    republish,
+    trainers,
+    gpu,
+    config,
+):
     cli.add_command(_command)
 
 

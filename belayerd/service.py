@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from belayer.messages.control import (
     RestoreSlot,
 )
 from belayer.messages.owner import OwnerStatusReply
+from belayer.messages.trainer import AckReplaced, AwaitReplaced, ListTrainers, RegisterTrainer, UnregisterTrainer
 from belayer.paths import Paths
 from belayer.rpc import Client, Server
 from belayer.story import Incidents
@@ -42,6 +44,7 @@ from belayerd.gate import open_gate
 from belayerd.peers import RouterPeer, Zygote
 from belayerd.policy import spares_to_call
 from belayerd.slot import SlotShell
+from belayerd.trainers import Trainers
 from belayerd.updates import Opener, Updates
 from belayerd.watch import sweep
 
@@ -75,11 +78,14 @@ class Supervisor:
                 self._incidents,
                 self._log,
                 self._alert,
+                self._serves,
             )
             for slot in config.slot
         }
         in_place = {model.name: model.update == "in_place" for model in config.model}
-        self._updates = Updates(list(self._slots.values()), self._actions.weights, in_place, policy, self._log)
+        slots = list(self._slots.values())
+        self._trainers = Trainers(paths.trainers, slots, policy.on_replaced_command, self._log)
+        self._updates = Updates(slots, self._actions.weights, in_place, policy, self._log, self._trainers.refuse_owed)
         self._actions.held = self._updates.held
         self._zygote = Zygote(paths, config_path, self._log)
         self._router_peer = RouterPeer(self._router, self._router_back, self._log)
@@ -96,6 +102,7 @@ class Supervisor:
             work = [group.create_task(server.serve()), group.create_task(self._router_peer.run())]
             work += [group.create_task(self._write_status()), group.create_task(self._zygote.run())]
             work += [group.create_task(self._keep_weights()), group.create_task(self._weigh_workers())]
+            work += [group.create_task(self._trainers.run_command())]
             starter = group.create_task(self._start_slots(group, work))
             notify("READY=1")
             await stop.wait()
@@ -156,6 +163,19 @@ class Supervisor:
         self._alerts.tell(Alert(host=host, slot=slot, state=state, generation=generation, reason=reason, at=wall()))
         self._call_spares()
 
+    def _serves(self, slot: str, cause: str) -> None:
+        self._trainers.observe(self._slots[slot], lambda: cause)
+
+    def _look_after_trainers(self) -> None:
+        """What belayerd could not write down before it was killed, and trainers that have ended."""
+        for slot in self._slots.values():
+            self._trainers.observe(slot, partial(self._last_cause, slot.name))
+        self._trainers.sweep()
+
+    def _last_cause(self, slot: str) -> str:
+        """Of the newest incident on disk: it is there although belayerd was killed as the handover ended."""
+        return next((row.cause for row in self._incidents.latest() if row.slot == slot), "unknown")
+
     def _call_spares(self) -> None:
         """Asked at each alert and, since belayerd may have been killed between the two, with each status."""
         for name in spares_to_call([slot.spare_view() for slot in self._slots.values()]):
@@ -177,6 +197,7 @@ class Supervisor:
                     for slot in self._slots.values():
                         slot.arenas_seen(arenas)
             self._call_spares()
+            self._look_after_trainers()
             statefile.save(self._paths.status_file, self._status(), durable=False)
             await asyncio.sleep(1.0)
 
@@ -262,6 +283,8 @@ class Supervisor:
             case RestoreSlot():
                 self._slot(message.slot).restore()
                 return Done(detail="starting again")
+            case RegisterTrainer() | AwaitReplaced() | AckReplaced() | UnregisterTrainer() | ListTrainers():
+                return await self._trainers.handle(message)
             case _:
                 raise Refused(f"belayerd does not answer {type(message).__name__}")
 

@@ -46,10 +46,11 @@ class SlotShell:
         incidents: Incidents,
         log: Any,
         alert: Callable[[str, str, int, str], None],
+        serves: Callable[[str, str], None],
     ) -> None:
         self.config, self._paths, self._actions, self._cgroups = slot, paths, actions, cgroups
         self._context, self._incidents, self._log = context, incidents, log.bind(slot=slot.name)
-        self._poll_s, self._alert = limits.poll_s, alert
+        self._poll_s, self._alert, self._serves = limits.poll_s, alert, serves
         self._limits = policy.Limits(
             repeat_window_s=limits.repeat_window_s,
             restart_budget=limits.restart_budget,
@@ -328,6 +329,8 @@ class SlotShell:
         self._log.info(
             "incident", id=incident.incident_id, cause=incident.cause, outcome=incident.outcome, ms=round(total, 1)
         )
+        if effect.outcome == "served":
+            self._serves(self.pair.slot, running.cause)
         if effect.outcome != "open":
             self.last_incident = incident if running.cause is not p.Cause.START else self.last_incident
             waiter = self._waiters.pop(incident.incident_id, None)

@@ -73,24 +73,30 @@ class Updates:
         in_place: Mapping[str, bool],
         limits: Policy,
         log: Any,
+        refuse_owed: Callable[[str], None],
     ) -> None:
         self._slots, self._weights, self._in_place, self._limits, self._log = slots, weights, in_place, limits, log
+        self._refuse_owed = refuse_owed
         self._locks = {model: asyncio.Lock() for model in in_place}
         self._open: dict[str, Opener] = {}
         self._said: dict[str, str] = {}
         self.held: set[str] = set()
 
     async def begin(self, model: str, opener: Opener) -> WeightsUpdated:
-        """Pause every main. Raises Refused when a handover does not end in time, with everything going on."""
+        """Pause every main. Raises Refused when a handover does not end in time, ReplacementOwed while a trainer has
+        not acknowledged one, both with everything going on."""
         async with self._lock(model):
             if model in self._open:
-                raise Refused(f"an update of {model} is open already", remedy="end it first")
+                if self._open[model].may_still_write():
+                    raise Refused(f"an update of {model} is open already", remedy="end it first")
+                await self._finish(model)  # whoever opened it has gone or given up
             self._open[model] = opener
             if self._in_place[model]:
                 self.held.add(model)
             slots = self._of(model)
             try:
                 await self._until(lambda: all(slot.settled() for slot in slots), "a handover is running")
+                self._refuse_owed(model)  # after the wait: the handover just ended is one that it must know of
                 done = await asyncio.gather(*(self._pause(slot) for slot in slots))
                 info = await self._info(model)
             except BelayerError:
@@ -101,8 +107,10 @@ class Updates:
 
     async def end(self, model: str) -> WeightsUpdated:
         """Every worker at the sealed version, and going. Raises WeightsTorn with the mains paused (what they map may
-        be torn), Refused while the writer is still there."""
+        be torn), Refused while the writer is still there; then it ends by itself once the writer has."""
         async with self._lock(model):
+            if model in self._open:
+                self._open[model] = Opener(until=0.0)
             return await self._finish(model)
 
     async def look(self, status: OwnerStatusReply) -> None:

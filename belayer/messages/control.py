@@ -1,4 +1,4 @@
-"""belayerd's socket: what belayerctl asks."""
+"""belayerd's socket: what belayerctl and trainers ask."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import msgspec
 
 from belayer.messages.common import Done, ErrorReply, FaultProof, Message, Ping, Pong
 from belayer.messages.owner import OwnerStatusReply
+from belayer.messages.trainer import ReplacedEvents, TrainerList, TrainerRegistered, TrainerRequest
 
 
 class StepTiming(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,5 +165,18 @@ Request = (
     | BeginWeightsUpdate
     | EndWeightsUpdate
     | RestoreSlot
+    | TrainerRequest
 )
-Reply = Pong | HostStatusReply | IncidentReply | IncidentList | FaultProof | WeightsUpdated | Done | ErrorReply
+Reply = (
+    Pong
+    | HostStatusReply
+    | IncidentReply
+    | IncidentList
+    | FaultProof
+    | WeightsUpdated
+    | TrainerRegistered
+    | ReplacedEvents
+    | TrainerList
+    | Done
+    | ErrorReply
+)

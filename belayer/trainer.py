@@ -1,0 +1,140 @@
+"""A trainer that broadcasts weights over a collective group whose members can die and be replaced.
+
+    trainer = Trainer("policy", name="grpo")
+    group = make_group(trainer.members)                  # yours: NCCL, gloo, with a fresh store
+    while training:
+        for event in trainer.replaced():                 # each main that took the place of another, once
+            group = make_group(trainer.members)
+            trainer.ack(event)                           # from here on it is not told again
+        try:
+            with trainer.update(within_s=60.0):          # engines paused; ReplacementOwed before an ack
+                work = broadcast(weights, group, async_op=True)
+                trainer.wait(work, within_s=60.0)        # MemberReplaced or GroupBroken instead of a hang
+        except MemberReplaced:
+            abort(group)                                 # yours; the update was aborted, engines go on
+
+Not thread-safe. It holds no thread and no torch: ``work`` is anything with torch.distributed.Work's two methods.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+from belayer import procs
+from belayer.clock import monotonic
+from belayer.errors import BelayerError, DaemonUnreachable, GroupBroken, MemberReplaced
+from belayer.messages.common import Done
+from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate, WeightsUpdated
+from belayer.messages.trainer import (
+    AckReplaced,
+    AwaitReplaced,
+    RegisterTrainer,
+    Replaced,
+    ReplacedEvents,
+    TrainerRegistered,
+    UnregisterTrainer,
+)
+from belayer.paths import Paths
+from belayer.rpc import SyncClient
+
+_CALL_S = 10.0
+_ASK_S = 0.1  # while a collective runs, belayerd is asked this often
+_GLANCE_S = 0.002
+_EXPLAIN_S = 10.0  # a closed connection is seen before the handover that explains it has ended
+
+
+class Work(Protocol):
+    """torch.distributed.Work of a collective with ``async_op=True``."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> object: ...
+
+
+class Trainer:
+    """``members``: who serves, as of the last word of belayerd. Survives belayerd's death: what is owed is on disk.
+
+    Registering begins a new life of ``name``: earlier ones are fenced, what they were owed is settled. Raises Refused
+    for a model without slots, DaemonUnreachable.
+    """
+
+    def __init__(self, model: str, *, name: str, paths: Paths | None = None) -> None:
+        self.model, self.name = model, name
+        self._client = SyncClient((paths or Paths()).belayerd_sock)
+        me = os.getpid()
+        message = RegisterTrainer(trainer=name, model=model, pid=me, start_time=procs.start_time(me))
+        reply = self._client.call(message, TrainerRegistered, _CALL_S)
+        self.epoch, self.members = reply.epoch, reply.members
+
+    def replaced(self, within_s: float = 0.0) -> tuple[Replaced, ...]:
+        """All that is owed, oldest first; waits up to ``within_s`` for the first. Told again until acknowledged."""
+        message = AwaitReplaced(trainer=self.name, epoch=self.epoch, within_s=within_s)
+        reply = self._client.call(message, ReplacedEvents, within_s + _CALL_S)
+        self.members = reply.members
+        return reply.events
+
+    def ack(self, event: Replaced) -> None:
+        """The group holds the main of ``event``; settles earlier events of the slot too. Raises Fenced for one that a
+        later acknowledgement covers, or when this name was registered again."""
+        message = AckReplaced(trainer=self.name, epoch=self.epoch, slot=event.slot, generation=event.new_generation)
+        self._client.call(message, Done, _CALL_S)
+
+    @contextmanager
+    def update(self, within_s: float = 60.0) -> Iterator[WeightsUpdated]:
+        """Every engine of the model paused inside the block, at the sealed version and going after it. The writer
+        (gpuowner.update) writes and commits meanwhile. Raises ReplacementOwed before anything is paused. When the block
+        raises while the writer still lives, engines go on once it has ended, and the block's error stands."""
+        me = os.getpid()
+        begin = BeginWeightsUpdate(model=self.model, within_s=within_s, pid=me, start_time=procs.start_time(me))
+        begun = self._client.call(begin, WeightsUpdated, within_s + _CALL_S)
+        whole = False
+        try:
+            yield begun
+            whole = True
+        finally:
+            if not whole:  # belayerd ends it when the writer has ended; the block's own error is the one to show
+                with suppress(BelayerError):
+                    self._end(within_s)
+        self._end(within_s)
+
+    def _end(self, within_s: float) -> None:
+        self._client.call(EndWeightsUpdate(model=self.model), WeightsUpdated, within_s + _CALL_S)
+
+    def wait(self, work: Work, within_s: float) -> None:
+        """Until the collective has ended. Raises MemberReplaced as soon as a main was replaced, though the collective
+        hangs; GroupBroken when it failed without that, or has not ended after ``within_s`` seconds."""
+        end, pause, ask = monotonic() + within_s, threading.Event(), 0.0
+        while not work.is_completed():
+            now = monotonic()
+            if now >= end:
+                raise GroupBroken(f"the collective has not ended in {within_s:g} s", remedy="make the group anew")
+            if now >= ask:
+                self._raise_replaced(0.0)
+                ask = monotonic() + _ASK_S
+            pause.wait(_GLANCE_S)
+        try:
+            work.wait()
+        except RuntimeError as why:  # torch.distributed raises nothing narrower
+            self._raise_replaced(min(_EXPLAIN_S, max(end - monotonic(), 0.0)))
+            raise GroupBroken(f"the collective failed: {why}", remedy="make the group anew") from why
+
+    def _raise_replaced(self, within_s: float) -> None:
+        try:
+            events = self.replaced(within_s)
+        except DaemonUnreachable:
+            return  # the bound of the collective holds without belayerd
+        if events:
+            said = ", ".join(f"generation {event.new_generation} of {event.slot} ({event.cause})" for event in events)
+            raise MemberReplaced(
+                f"the group of {self.name} holds a dead member: {said} serves now",
+                kept="the last sealed weights, every request",
+                remedy="abort the group, make it anew, ack, repeat the update",
+            )
+
+    def close(self) -> None:
+        """Leave: nothing is owed any more."""
+        self._client.call(UnregisterTrainer(trainer=self.name, epoch=self.epoch), Done, _CALL_S)
+        self._client.close()
