@@ -66,7 +66,9 @@ class Trainers:
             return replacements.left(ledger, [COMMAND])
         if COMMAND in ledger.trainers:
             return ledger
-        return replacements.register(ledger, COMMAND, "", [member_of(slot.pair) for slot in self._slots])
+        ledger = replacements.register(ledger, COMMAND, "", [member_of(slot.pair) for slot in self._slots])
+        statefile.save(self._path, ledger, durable=False)  # or a life that ends before its first event loses that one
+        return ledger
 
     def _take(self, ledger: Ledger) -> None:
         """Persist, then let it be seen."""

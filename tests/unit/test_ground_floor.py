@@ -30,13 +30,13 @@ from belayer.errors import (
 )
 from belayer.heartbeat import Beat, Watch
 from belayer.ids import is_name, new_worker_id, slot_of
-from belayer.messages import common, control, owner, router, sandbox, worker
+from belayer.messages import common, control, owner, router, sandbox, trainer, worker
 from belayer.messages.common import Done, Ping, Pong
 from belayer.paths import Paths
 from belayer.story import Incidents
 from belayer.trajectory import context_digest
 
-MODULES = (common, control, owner, router, sandbox, worker)
+MODULES = (common, control, owner, router, sandbox, trainer, worker)
 
 
 def all_messages() -> list[type[common.Message]]:

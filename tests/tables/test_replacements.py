@@ -1,0 +1,244 @@
+"""What trainers are owed: the ledger by itself, and its shell stopped and started again after each step."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from belayer import procs
+from belayer.errors import BelayerError, Fenced, Refused, ReplacementOwed
+from belayer.messages import trainer as m
+from belayer.messages.common import Done
+from belayerd import replacements as r
+from belayerd.pair import Pair, Ref
+from belayerd.trainers import COMMAND, Trainers
+
+
+def serving(generation: int, slot: str = "slot0") -> m.Member:
+    return m.Member(slot=slot, generation=generation, worker_id=f"{slot}-{generation}", pid=7, weight_version=3)
+
+
+def owed(ledger: r.Ledger, name: str = "t") -> list[tuple[str, int, int]]:
+    return [(e.slot, e.old_generation, e.new_generation) for e in ledger.trainers[name].owed]
+
+
+def made(*names: str) -> r.Ledger:
+    ledger = r.Ledger(boot_id="b")
+    for name in names:
+        ledger = r.register(ledger, name, "model", [serving(1)])
+    return ledger
+
+
+def see(ledger: r.Ledger, *generations: int, model: str = "model") -> r.Ledger:
+    for generation in generations:
+        ledger = r.observed(ledger, serving(generation), model, "death", 1.0)
+    return ledger
+
+
+def test_each_trainer_is_owed_a_replacement_once_and_in_order() -> None:
+    ledger = see(made("t", "u"), 1, 2, 2, 3)
+    assert owed(ledger) == owed(ledger, "u") == [("slot0", 1, 2), ("slot0", 2, 3)]
+    assert see(ledger, 1, 2, 3) is ledger, "nothing new is nothing to save"
+    assert owed(see(made("t"), 2, model="other")) == []
+    assert owed(r.observed(made("t"), m.Member(slot="slot0", generation=2), "model", "", 0.0)) == [], "nobody serves"
+
+
+def test_acknowledged_by_generation_and_a_stale_one_is_fenced() -> None:
+    ledger = see(made("t"), 2, 3)
+    first = r.acknowledged(ledger, "t", 1, "slot0", 2)
+    assert owed(first) == [("slot0", 2, 3)]
+    with pytest.raises(ReplacementOwed, match="t \\(generation 3 of slot0\\)") as why:
+        r.refuse_owed(first, "model")
+    assert "--forget" in why.value.remedy
+    r.refuse_owed(first, "other")
+    both = r.acknowledged(ledger, "t", 1, "slot0", 3)
+    assert owed(both) == []
+    r.refuse_owed(both, "model")
+    assert r.acknowledged(both, "t", 1, "slot0", 3) is both, "its answer was lost, it asks again"
+    with pytest.raises(Fenced):
+        r.acknowledged(both, "t", 1, "slot0", 2)
+    with pytest.raises(Refused, match="never told"):
+        r.acknowledged(both, "t", 1, "slot0", 4)
+
+
+def test_an_earlier_life_of_a_trainer_is_fenced_and_owed_nothing() -> None:
+    again = r.register(see(made("t"), 2), "t", "model", [serving(2)])
+    assert owed(again) == []
+    assert again.named("t", 2)
+    for epoch, error in ((1, Fenced), (3, Refused)):
+        with pytest.raises(error):
+            again.named("t", epoch)
+    gone = r.left(again, ["t"])
+    with pytest.raises(Fenced):
+        gone.named("t", 2)
+    assert r.register(gone, "t", "model", []).trainers["t"].epoch == 3, "an epoch is never used twice"
+
+
+@given(st.lists(st.one_of(st.integers(2, 9).map(lambda g: ("see", g)), st.integers(1, 9).map(lambda g: ("ack", g)))))
+def test_no_order_of_events_tells_an_acknowledged_one_again_or_loses_one(steps: list[tuple[str, int]]) -> None:
+    ledger, newest, acked = made("t"), 1, 0
+    for what, generation in steps:
+        if what == "see":
+            ledger, newest = see(ledger, generation), max(newest, generation)
+        else:
+            try:
+                ledger = r.acknowledged(ledger, "t", 1, "slot0", generation)
+                acked = max(acked, generation)
+            except BelayerError:
+                pass
+        told = [new for _, _, new in owed(ledger)]
+        assert told == sorted(set(told))
+        assert all(new > acked for new in told)
+        assert (told[-1] if told else max(acked, 1)) == newest, "the newest is owed until it is acknowledged"
+
+
+class Slot:
+    """What Trainers asks of a slot."""
+
+    name = model = "slot0"
+
+    def __init__(self) -> None:
+        self.generation = 1
+
+    @property
+    def pair(self) -> Pair:
+        ref = Ref(worker_id=f"w{self.generation}", pid=1, start_time=1)
+        return Pair(slot="slot0", generation=self.generation, main=ref)
+
+
+class Log:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def error(self, event: str, **fields: object) -> None:
+        self.said.append(event)
+
+    info = error
+
+
+def run(path: Path, body: Callable[[Trainers, Slot], object], command: tuple[str, ...] = ()) -> None:
+    """One life of belayerd's part, which ends without a word (SIGKILL)."""
+
+    async def main() -> None:
+        slot = Slot()
+        done = body(Trainers(path, [slot], command, Log(), again_s=0.01), slot)
+        if asyncio.iscoroutine(done):
+            await done
+
+    asyncio.run(main())
+
+
+async def ask(trainers: Trainers, message: msgspec.Struct) -> msgspec.Struct:
+    return await trainers.handle(message)
+
+
+def test_what_is_owed_is_on_disk_before_it_is_told_and_an_ack_before_it_is_answered(tmp_path: Path) -> None:
+    """A life that ends after each step: the next one tells what was not acknowledged, and nothing else."""
+    path = tmp_path / "trainers.msgpack"
+    wait = m.AwaitReplaced(trainer="t", epoch=1)
+
+    async def registers(trainers: Trainers, slot: Slot) -> None:
+        await ask(trainers, m.RegisterTrainer(trainer="t", model="slot0"))
+
+    async def dies_before_it_could_write(trainers: Trainers, slot: Slot) -> None:
+        slot.generation = 2  # the pair is saved with it, the ledger is not
+
+    async def finds_it(trainers: Trainers, slot: Slot) -> None:
+        slot.generation = 2
+        trainers.observe(slot, lambda: "death")
+
+    async def tells(trainers: Trainers, slot: Slot) -> None:
+        slot.generation = 2
+        trainers.observe(slot, lambda: "hang")
+        reply = await ask(trainers, wait)
+        assert isinstance(reply, m.ReplacedEvents)
+        assert [(e.new_generation, e.worker_id, e.cause) for e in reply.events] == [(2, "w2", "death")]
+        with pytest.raises(ReplacementOwed):
+            trainers.refuse_owed("slot0")
+
+    async def takes_the_ack(trainers: Trainers, slot: Slot) -> None:
+        assert isinstance(await ask(trainers, m.AckReplaced(trainer="t", epoch=1, slot="slot0", generation=2)), Done)
+
+    async def is_silent(trainers: Trainers, slot: Slot) -> None:
+        slot.generation = 2
+        trainers.observe(slot, lambda: "death")
+        trainers.refuse_owed("slot0")
+        assert await ask(trainers, wait) == m.ReplacedEvents(events=(), members=(_member(2),))
+
+    for body in (registers, dies_before_it_could_write, finds_it, tells, tells, takes_the_ack, is_silent, is_silent):
+        run(path, body)
+
+
+def _member(generation: int) -> m.Member:
+    return m.Member(slot="slot0", generation=generation, worker_id=f"w{generation}", pid=1, start_time=1)
+
+
+def test_a_wait_hears_of_a_replacement_at_once_and_other_names_are_refused(tmp_path: Path) -> None:
+    async def body(trainers: Trainers, slot: Slot) -> None:
+        await ask(trainers, m.RegisterTrainer(trainer="t", model="slot0"))
+        waiting = asyncio.create_task(ask(trainers, m.AwaitReplaced(trainer="t", epoch=1, within_s=60.0)))
+        await asyncio.sleep(0)
+        slot.generation = 2
+        trainers.observe(slot, lambda: "death")
+        reply = await waiting
+        assert isinstance(reply, m.ReplacedEvents)
+        assert len(reply.events) == 1
+        for name, model in ((COMMAND, "slot0"), ("", "slot0"), ("a/b", "slot0"), ("t", "nothing")):
+            with pytest.raises(Refused):
+                await ask(trainers, m.RegisterTrainer(trainer=name, model=model))
+
+    run(tmp_path / "l", body)
+
+
+def test_a_trainer_whose_process_has_ended_holds_no_update(tmp_path: Path) -> None:
+    async def body(trainers: Trainers, slot: Slot) -> None:
+        child = await asyncio.create_subprocess_exec("sleep", "600")
+        born = procs.start_time(child.pid)
+        await ask(trainers, m.RegisterTrainer(trainer="t", model="slot0", pid=child.pid, start_time=born))
+        slot.generation = 2
+        trainers.observe(slot, lambda: "death")
+        with pytest.raises(ReplacementOwed):
+            trainers.refuse_owed("slot0")
+        child.kill()
+        await child.wait()
+        trainers.refuse_owed("slot0")
+
+    run(tmp_path / "l", body)
+
+
+def test_the_command_is_run_until_it_ends_with_0_and_then_never_again(tmp_path: Path) -> None:
+    """It fails the first time; each replacement then reaches it once, also over belayerd's death."""
+    into, path = tmp_path / "told", tmp_path / "l"
+    script = 'cat >>"$0"; echo >>"$0"; test $(wc -l <"$0") -gt 1'
+    command = ("sh", "-c", script, str(into))
+
+    async def life(trainers: Trainers, slot: Slot) -> None:
+        slot.generation = 2
+        trainers.observe(slot, lambda: "death")
+        task = asyncio.create_task(trainers.run_command())
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    trainers.refuse_owed("slot0")
+                    break
+                except ReplacementOwed as why:
+                    assert COMMAND in str(why)
+                    await asyncio.sleep(0.01)
+        task.cancel()
+
+    def first(trainers: Trainers, slot: Slot) -> None:
+        """Dies before anything happens."""
+
+    run(path, first, command)
+    run(path, life, command)
+    run(path, life, command)
+    told = [json.loads(line) for line in into.read_text().splitlines()]
+    assert [row["new_generation"] for row in told] == [2, 2], "once in vain, once for good"
+    run(path, lambda trainers, slot: trainers.refuse_owed("slot0"))
