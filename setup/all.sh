@@ -4,12 +4,12 @@
 
 STEP=setup
 began=$SECONDS
-steps="packages venv criu native docker image model"
+steps="packages venv clients criu native docker image model"
 [ "$(uname -m)" = x86_64 ] || die "this machine is $(uname -m)" "the CPU engine and the agent are built for x86_64" 2
 number=0
 for step in $steps; do
   number=$((number + 1))
-  printf -- '-- setup %d/7: %s\n' "$number" "$step"
+  printf -- '-- setup %d/8: %s\n' "$number" "$step"
   # The step has said what failed and what to do; its status is ours.
   "$ROOT/setup/$step.sh" || exit $?
 done

@@ -2,6 +2,9 @@
 
 The stamp is one more field of the JSON, ``"belayer": {"slot", "generation", "position"}``, put before its last brace:
 clients ignore fields that they do not know, while an SSE ``id:`` line breaks some that parse events by hand.
+
+Token-in-token-out clients of before vLLM 0.32 (renderers 0.1.12, so prime-rl) look for each logprob's token under
+``token``, as ``token_id:N``; 0.32 gives the number alone, as ``token_id``. Both are told (ADR 0017).
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ _EVENT, _END = b"data: {", b"}\n\n"
 _ERROR = b'data: {"error"'
 _ROLE = b'"delta":{"role":'  # the first chunk of a chat tells the role alone; its tokens are in the next one
 _FINISH = re.compile(rb'"finish_reason":"')
+# Never inside a text: there the quotes would be escaped.
+_TOKEN_ID = re.compile(rb'"token_id":(\d+)')
 _INDEX = re.compile(rb'"choices":\[\{"index":(\d+)')
 
 
@@ -81,6 +86,8 @@ class Answer:
 
     def _stamped(self, body: bytes, end: bytes) -> bytes:
         ticket = self._ticket
+        if ticket.tokens_out:
+            body = _TOKEN_ID.sub(rb'"token_id":\1,"token":"token_id:\1"', body)
         if ticket.prompts != 1:
             return body + end
         found = _INDEX.search(body) if len(ticket.readers) > 1 else None

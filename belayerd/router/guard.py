@@ -21,10 +21,11 @@ from belayerd.router.events import OnDeath, SameId
 from belayerd.router.ticket import TICKET, Ticket
 
 # What vLLM makes of a client's id, by route: the name under which the router keeps its story.
+TOKENS_OUT = "/inference/v1/generate"
 NAMES = {
     "/v1/chat/completions": "chatcmpl-{}",
     "/v1/completions": "cmpl-{}-0",
-    "/inference/v1/generate": "generate-tokens-{}",
+    TOKENS_OUT: "generate-tokens-{}",
 }
 ADMITTED = {*NAMES, "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/pooling", "/v1/embeddings"}
 RETRY_AFTER_S = 1
@@ -101,6 +102,7 @@ class Guard:
                 {"retry-after": str(RETRY_AFTER_S)},
             )
         body = await self._read(headers, receive)
+        ticket.tokens_out = path == TOKENS_OUT
         if path in NAMES:
             self._extras(path, headers, body, ticket)
         told = False

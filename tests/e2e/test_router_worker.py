@@ -6,19 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
 
-from belayer.messages.common import Done
-from belayer.messages.router import RegisterWorker, RouterStatus, RouterStatusReply, UnregisterWorker
-from belayer.rpc import SyncClient
-from tests.support.router_host import free_port
+from tests.support.router_stack import RouterStack
 from tests.support.streams import Seen, Stream, chat, completion, tokens_in
 from tests.support.wait import eventually
-from tests.support.worker_stack import Worker, WorkerStack
 
 pytestmark = pytest.mark.engine
 
@@ -64,45 +59,7 @@ CUTS = (1, TOKENS // 2, TOKENS - 1, TOKENS)
 ONE_CHOICE = [name for name in BODIES if name != "chat n=3"]
 
 
-@dataclass
-class Host:
-    """Owners, zygote, router; the supervisor's part is played by the test."""
-
-    stack: WorkerStack
-    url: str
-    rpc: SyncClient
-    generation: int = 0
-    last: Any = None
-
-    def promote(self, worker: Worker) -> None:
-        """Lease, flush, oracle, become main, register: the order of a handover after its fence."""
-        self.generation += 1
-        self.last = worker
-        worker.become_main(self.stack.arena().epoch, self.generation)
-        self.rpc.call(
-            RegisterWorker(
-                slot="slot0",
-                generation=self.generation,
-                worker_id=worker.worker_id,
-                endpoint=f"ipc://{worker.path}",
-                model="smollm2",
-                weight_version=1,
-            ),
-            Done,
-        )
-
-    def lose(self, worker: Worker) -> None:
-        """SIGKILL, seen dead; unregister first of all, then fence."""
-        worker.kill()
-        self.rpc.call(UnregisterWorker(slot="slot0", generation=self.generation, reason="killed"), Done)
-        self.stack.end_fence()
-
-    def retire(self) -> None:
-        self.lose(self.last)
-
-    def status(self) -> RouterStatusReply:
-        return self.rpc.call(RouterStatus(), RouterStatusReply)
-
+class Host(RouterStack):
     def start(self, name: str) -> Stream:
         path, body = BODIES[name]
         stream = Stream(self.url, path, body)
@@ -112,16 +69,11 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Host]:
-    port = free_port()
-    stack = WorkerStack(f'max_model_len = 1024\n[router]\nport = {port}\ntool_parser = "hermes"\n')
+    host = Host.up(router='tool_parser = "hermes"')
     try:
-        stack.start()
-        router = stack.daemon("belayerd.router")
-        eventually(stack.paths.router_sock.exists, within=400, what=f"the router serves; see {stack.root}", every=0.1)
-        assert router.poll() is None
-        yield Host(stack, f"http://127.0.0.1:{port}", SyncClient(stack.paths.router_sock))
+        yield host
     finally:
-        stack.stop()
+        host.stop()
 
 
 def assert_same(seen: Seen, truth: Seen, name: str) -> None:

@@ -46,7 +46,7 @@ def test_without_root_the_first_step_refuses_and_changes_nothing() -> None:
     assert done.returncode == 2
     assert "[packages] FAILED: this step changes the system and needs root" in done.stderr
     assert "remedy: run it as root" in done.stderr
-    assert done.stdout.splitlines() == ["-- setup 1/7: packages"]
+    assert done.stdout.splitlines() == ["-- setup 1/8: packages"]
 
 
 def test_a_mirror_that_does_not_answer_is_named() -> None:

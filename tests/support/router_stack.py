@@ -1,0 +1,74 @@
+"""Owners, zygote and router as real processes; the supervisor's part is played by the test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from belayer.messages.common import Done
+from belayer.messages.router import RegisterWorker, RouterStatus, RouterStatusReply, UnregisterWorker
+from belayer.rpc import SyncClient
+from tests.support.router_host import free_port
+from tests.support.wait import eventually
+from tests.support.worker_stack import Worker, WorkerStack
+
+
+@dataclass
+class RouterStack:
+    """Start with ``up``, always end with ``stop``."""
+
+    stack: WorkerStack
+    url: str
+    rpc: SyncClient
+    generation: int = 0
+    last: Any = None
+
+    def promote(self, worker: Worker) -> None:
+        """Lease, flush, oracle, become main, register: the order of a handover after its fence."""
+        self.generation += 1
+        self.last = worker
+        worker.become_main(self.stack.arena().epoch, self.generation)
+        self.rpc.call(
+            RegisterWorker(
+                slot="slot0",
+                generation=self.generation,
+                worker_id=worker.worker_id,
+                endpoint=f"ipc://{worker.path}",
+                model="smollm2",
+                weight_version=1,
+            ),
+            Done,
+        )
+
+    def lose(self, worker: Worker) -> None:
+        """SIGKILL, seen dead; unregister first of all, then fence."""
+        worker.kill()
+        self.rpc.call(UnregisterWorker(slot="slot0", generation=self.generation, reason="killed"), Done)
+        self.stack.end_fence()
+
+    def retire(self) -> None:
+        self.lose(self.last)
+
+    def status(self) -> RouterStatusReply:
+        return self.rpc.call(RouterStatus(), RouterStatusReply)
+
+    @classmethod
+    def up(cls, slot: str = "max_model_len = 1024", router: str = "", port: int = 0) -> RouterStack:
+        """``slot``, ``router``: lines of these tables of the configuration."""
+        port = port or free_port()
+        stack = WorkerStack(f"{slot}\n[router]\nport = {port}\n{router}\n")
+        try:
+            stack.start()
+            daemon = stack.daemon("belayerd.router")
+            eventually(
+                stack.paths.router_sock.exists, within=400, what=f"the router serves; see {stack.root}", every=0.1
+            )
+            assert daemon.poll() is None
+        except BaseException:
+            stack.stop()
+            raise
+        return cls(stack, f"http://127.0.0.1:{port}", SyncClient(stack.paths.router_sock))
+
+    def stop(self) -> None:
+        self.rpc.close()
+        self.stack.stop()
