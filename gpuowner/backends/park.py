@@ -69,9 +69,18 @@ class GraphPool:
         self.parked = True
         return self.nbytes()
 
+    def discard(self) -> int:
+        """Give back without saving: ``unpark`` brings zeros. Returns the bytes given back."""
+        self._awake("discard")
+        for va, block in self._blocks.items():
+            self._memory.unmap(va)
+            block.kept, block.sums = None, ()
+        self.parked = True
+        return self.nbytes()
+
     def unpark(self) -> int:
-        """New memory at the old addresses with the old content, checked; returns its bytes. Raises DriverError (no
-        room: call again) or BelayerError (content differs: the process must not serve)."""
+        """New memory at the old addresses with the old content, checked (zeros after ``discard``); returns its bytes.
+        Raises DriverError (no room: call again) or BelayerError (content differs: the process must not serve)."""
         if not self.parked:
             raise Refused("the pool is not parked")
         done: list[int] = []
@@ -89,7 +98,9 @@ class GraphPool:
         return self.nbytes()
 
     def _restore(self, va: int, block: _Block) -> None:
-        assert block.kept is not None
+        if block.kept is None:
+            self._memory.zero(va, block.nbytes)
+            return
         self._memory.copy_in(va, ctypes.addressof(block.kept), block.nbytes)
         bad = first_difference(self._memory.digest(va, block.nbytes), block.sums)
         if bad is not None:
