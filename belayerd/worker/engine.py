@@ -26,6 +26,7 @@ from belayer.messages import worker as m
 from belayer.messages.common import Done, Ping, Pong
 from belayer.rpc import to_reply
 from belayerd.worker.adapter.core import Core
+from belayerd.worker.adapter.device import CpuDevice, Device
 from belayerd.worker.adapter.reuse import Reuse
 from belayerd.worker.following import Following
 from belayerd.worker.fronts import Fronts
@@ -37,6 +38,7 @@ from gpuowner.attach import ArenaView, WeightsView
 logger = structlog.get_logger(daemon="worker")
 
 CONTROL = b"belayerd"
+_PROBE_S = 2.0  # a kernel of microseconds, behind whatever else the device is doing
 _PER_TURN = 256  # messages taken in before the next step, so that a flood cannot starve the engine
 
 
@@ -127,9 +129,11 @@ class Engine:
         arena: ArenaView,
         vocab: int,
         reuse: Reuse | None = None,
+        device: Device | None = None,
     ) -> None:
         self._line, self._core, self._heart, self._standing = line, core, heart, standing
         self._weights, self._arena, self._vocab, self._reuse = weights, arena, vocab, reuse
+        self._device: Device = device or CpuDevice()
         self._fronts = Fronts(
             line.send,
             core,
@@ -151,7 +155,10 @@ class Engine:
                 continue
             ran = core.turn()
             running, waiting = core.counts()
-            heart.turn("step" if ran else "idle", running, waiting)
+            if core.held():
+                heart.hold(running, waiting, m.HELD)
+            else:
+                heart.turn("step" if ran else "idle", running, waiting)
 
     def _take_messages(self) -> None:
         for _ in range(_PER_TURN):
@@ -187,10 +194,12 @@ class Engine:
             case m.FlushCache():
                 return Done(detail=self._flush_and_adopt(), ms=watch.ms())
             case m.ProbeDevice():
-                raise Refused("this worker runs on the CPU: there is no device to probe")
+                return Done(detail="the probe kernel is right", ms=self._device.probe(_PROBE_S))
             case m.Unpark():
-                return Done(ms=watch.ms(), detail="CPU: no graph memory was parked")
+                detail = self._unpark()
+                return Done(ms=watch.ms(), detail=detail)
             case m.CheckOracle(expected=expected):
+                self._awake()
                 oracle, ms = take_oracle(self._core, self._vocab, self._weights.grant.version)
                 return m.OracleReply(oracle=oracle, equal=expected is None or same_oracle(oracle, expected), ms=ms)
             case m.BecomeMain(generation=generation):
@@ -200,6 +209,7 @@ class Engine:
             case m.Proceed(generation=generation):
                 return self._following.proceed(standing.generation, generation)
             case m.FollowWeights(version=version):
+                self._awake()
                 reply = self._following.follow(version, serving=standing.state is m.WorkerState.MAIN)
                 standing.oracle = reply.oracle
                 return reply
@@ -217,6 +227,18 @@ class Engine:
         # What was computed in the private view is gone; a block of it must not be found again.
         self._flush()
         return Done(ms=ms, detail=f"lease of epoch {epoch}, arena shared at the same address")
+
+    def _unpark(self) -> str:
+        """A worker whose graph memory did not come back as it was is of no use: it fails for good and never serves."""
+        try:
+            return self._device.unpark()
+        except WorkerFailed as why:
+            self._standing.state, self._standing.failure = m.WorkerState.FAILED, why.message
+            raise
+
+    def _awake(self) -> None:
+        if self._device.parked:
+            raise Refused("the graph memory of this worker is parked: Unpark comes first", kept="the standby as it is")
 
     def _flush(self) -> None:
         if not self._core.reset_prefix_cache():
@@ -238,6 +260,7 @@ class Engine:
             raise Refused("this worker holds no lease of the arena: TakeArena comes first")
         if standing.state is not m.WorkerState.STANDBY:
             raise Refused(f"this worker is {standing.state.value}, not standby")
+        self._awake()
         standing.state, standing.generation = m.WorkerState.MAIN, generation
         return Done(detail=f"main of {standing.slot} in generation {generation}")
 

@@ -21,6 +21,7 @@ from belayer.paths import Paths
 from belayerd.worker import blocklog
 from belayerd.worker.adapter import seat, weights
 from belayerd.worker.adapter.core import Core, engine_args
+from belayerd.worker.adapter.device import CpuDevice
 from belayerd.worker.adapter.reuse import Reuse
 from belayerd.worker.engine import Engine, Line, Outbox, Standing
 from belayerd.worker.heart import Heart
@@ -39,6 +40,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     own_tmp(paths, worker_id)
     heart = Heart(Beat(paths.heartbeat(worker_id)), slot.hang_limit_s)
     heart.announce("loading", slot.start_deadline_s)
+    device = CpuDevice()  # slots on a GPU are refused by the zygote (docs/h200.md)
     step_aside()
     standing, watch = Standing(worker_id=worker_id, slot=slot_name), Stopwatch()
 
@@ -72,9 +74,10 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     standing.oracle, _ = take_oracle(core, vocab, view.grant.version)
     core.reset_prefix_cache()
     lap("oracle")
+    logger.info("parked", said=device.park())
     standing.state = WorkerState.STANDBY
     logger.info("standby", worker=worker_id, **standing.start_ms)
-    Engine(line, outbox, core, heart, standing, view, arena, vocab, reuse).run()
+    Engine(line, outbox, core, heart, standing, view, arena, vocab, reuse, device).run()
     line.close()
 
 

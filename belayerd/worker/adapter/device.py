@@ -26,6 +26,10 @@ class Device(Protocol):
 
     name: str
 
+    @property
+    def parked(self) -> bool:
+        """Nothing may run while it is: graphs would read addresses without memory."""
+
     def park(self) -> str:
         """After the oracle of a standby: what was given back, in words. Raises WorkerFailed."""
 
@@ -43,6 +47,7 @@ class CpuDevice:
     """Nothing to park, nothing to probe."""
 
     name = "cpu"
+    parked = False
 
     def park(self) -> str:
         return "CPU: no graph memory to park"
@@ -67,6 +72,10 @@ class GpuDevice:
         self.pools = Pools(memory)
         self._probe = WarmProbe(memory)
         self._failed = ""
+
+    @property
+    def parked(self) -> bool:
+        return self.pools.parked
 
     @property
     def memory(self) -> CudaVmm:
