@@ -35,7 +35,7 @@ def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.skipif(not no_gpu(), reason="a real driver is here: the contract itself runs on it")
 def test_the_backend_contract_through_the_real_bindings(standin: Path) -> None:
     chosen = ["-k", "over_cuda", "tests/contract/test_memory_backend.py", "tests/unit/test_gpu_pool.py"]
-    chosen += ["tests/unit/test_gpu_upload.py"]
+    chosen += ["tests/unit/test_gpu_upload.py", "tests/conformance/test_rollout_gpu.py"]
     env = {**os.environ, "LD_LIBRARY_PATH": str(standin), "BELAYER_TEST_DRIVER": "cuda"}
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],

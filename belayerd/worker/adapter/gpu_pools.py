@@ -99,7 +99,8 @@ class Pools:
         """A torch MemPool over the tag's segments; needs CUDA. Kept for ever: pytorch issue 146431."""
         import torch
 
+        pointers = self.tagged(tag).pointers()
         if tag not in self._torch:
-            allocator = torch._C._cuda_customAllocator(*self.tagged(tag).pointers())
+            allocator = torch._C._cuda_customAllocator(*pointers)
             self._torch[tag] = (torch.cuda.MemPool(allocator), allocator)
         return self._torch[tag][0]
