@@ -69,7 +69,9 @@ def open_pidfd(pid: int, started: int) -> int:
 
 
 def is_dead(pidfd: int) -> bool:
-    return bool(select.select([pidfd], [], [], 0)[0])
+    poll = select.poll()  # select(2) knows no descriptor above 1023
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def wait_dead(pidfds: list[int], deadline_s: float) -> list[int]:

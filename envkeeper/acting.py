@@ -99,6 +99,8 @@ class Acting:
                 found = await keeper.thread(alive(box).read_path, ask.path, ask.offset, min(ask.most, MAX_OUTPUT))
             except AgentError as why:
                 raise Refused(f"{ask.sandbox_id}: {why.message}") from why
+            except OSError as why:  # an action has taken the agent's socket away: the next one will say so too
+                raise SandboxLost(f"{ask.sandbox_id}: its agent does not listen ({why})", remedy="restore it") from why
         if not stat.S_ISDIR(found.mode):
             return PathContent(size=found.size, mode=found.mode, data=found.data)
         names = sorted(name.decode("utf-8", errors="replace") for name in found.data.split(b"\0") if name)
@@ -120,7 +122,7 @@ class Acting:
             # One that is over the limit already may still run, to delete; it may not grow.
             if now > most and now > before and not limit:
                 limit = f"disk: {now >> 20} MiB of {most >> 20}"
-                with contextlib.suppress(BelayerError):  # what became of it, its own end tells
+                with contextlib.suppress(BelayerError, OSError):  # what became of it, its own end tells
                     await keeper.thread(link.stop, action.number)
         return await running, limit
 

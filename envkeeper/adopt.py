@@ -10,12 +10,13 @@ import os
 
 import msgspec
 
-from belayer.errors import BelayerError, WorkerGone
+from belayer.errors import BelayerError, HostUnfit, WorkerGone
 from belayer.procs import boot_id, open_pidfd
-from envkeeper import freezer, marks
+from envkeeper import freezer, marks, strays
 from envkeeper.agentlink import AgentLink, AgentStatus
 from envkeeper.backend import Backend
 from envkeeper.core import State, after_restart
+from envkeeper.docker_port import EngineFault
 from envkeeper.engine import Life
 from envkeeper.host import owner_of
 from envkeeper.keeper import Box, Keeper
@@ -27,25 +28,14 @@ _ASK_S = 10.0  # a CRIU that outlived us may hold the tasks for a moment longer
 async def adopt(keeper: Keeper, backend: Backend) -> None:
     """Fill ``keeper.boxes``. Raises StateDamaged when a record cannot be read, HostUnfit without Docker."""
     await keeper.thread(backend.sweep)
-    known: set[str] = set()
     for record in await keeper.thread(keeper.records.load_all):
         box = Box(record, keeper.store_of(record.sandbox_id))
         await _one(keeper, box)
         if box.record.state is not State.DESTROYED:
             keeper.boxes[record.sandbox_id] = box
-            known.add(box.record.container_id)
-    for container_id, name in (await keeper.thread(keeper.host.engine.ours)).items():
-        if container_id not in known and not _holds(keeper, name):
-            keeper.log.info("removing a container of no record", container=container_id[:12])
-            await keeper.thread(keeper.host.engine.remove, container_id)
+    await strays.sweep(keeper)
     marks.sweep(owner_of(keeper.paths), set(await keeper.thread(keeper.host.engine.ours)))
     keeper.lives.sweep({box.record.incarnation for box in keeper.boxes.values()})
-
-
-def _holds(keeper: Keeper, name: str) -> bool:
-    """Whether "+ID" is the holder of a sandbox that still is."""
-    box = keeper.boxes.get(name[1:]) if name.startswith("+") else None
-    return box is not None and bool(box.record.recipe.allow)
 
 
 async def _one(keeper: Keeper, box: Box) -> None:
@@ -91,6 +81,8 @@ def _look(keeper: Keeper, record: SandboxRecord) -> tuple[Life, int, AgentLink, 
     try:
         life = keeper.host.engine.life(record.container_id)
         pidfd = open_pidfd(record.pid, record.start_time)
+    except (HostUnfit, EngineFault):
+        raise  # Docker does not say: that is no reason to give up what may live. The next start asks again.
     except (BelayerError, WorkerGone):
         return None
     try:

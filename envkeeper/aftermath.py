@@ -25,11 +25,15 @@ class Aftermath:
     stale: tuple[str, ...]
 
 
-def judge(recipe: Recipe, *, captured_at: float, boundary: int, lost_at: int, now: float, image_now: str) -> Aftermath:
+def judge(
+    recipe: Recipe, *, captured_at: float, boundary: int, lost_at: int, now: float, image_now: str | None
+) -> Aftermath:
     """``boundary``: the one that is served again; ``lost_at``: the last that was committed. ``image_now``: the id that
-    the recipe's image name has now, "" when it has none."""
+    the recipe's image name has now, "" when it has none, None when Docker does not say."""
     stale = [f"expired_credential: {name} expired {now - end:.0f} s ago" for name, end in _ends(recipe) if end <= now]
-    if recipe.image and image_now != recipe.image_id:
+    if recipe.image and image_now is None:
+        stale.append(f"unknown_image: Docker does not say what {recipe.image} names now")
+    elif recipe.image and image_now != recipe.image_id:
         what = f"names {image_now} now" if image_now else "is gone"
         stale.append(f"changed_image: {recipe.image} {what}; restored from {recipe.image_id}, as captured")
     if recipe.allow:

@@ -16,6 +16,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from belayer.clock import monotonic
 from belayer.errors import BelayerError, SandboxLost
@@ -132,7 +133,7 @@ class AgentLink:
 
     def status(self, timeout_s: float = 5.0) -> AgentStatus:
         """Raises AgentError for an agent of another version of ours, which would read our requests wrongly."""
-        status = AgentStatus(*struct.unpack("<IIIQ", self._ask(b"P", b"", b"p", timeout_s)))
+        status = AgentStatus(*_unpack("<IIIQ", self._ask(b"P", b"", b"p", timeout_s)))
         if status.protocol != PROTOCOL:
             raise AgentError(
                 f"its agent speaks protocol {status.protocol}, this envkeeper {PROTOCOL}",
@@ -153,9 +154,9 @@ class AgentLink:
         while True:
             try:
                 return self.status(timeout_s)
-            except (FileNotFoundError, ConnectionRefusedError):
+            except OSError as why:
                 if monotonic() > end:
-                    raise SandboxLost(f"the agent did not listen within {timeout_s:g} s") from None
+                    raise SandboxLost(f"the agent did not listen within {timeout_s:g} s ({why})") from why
             # The socket appears within a millisecond of the start; the pidfd wakes us if it never will.
             if _readable(self._pidfd, 2):
                 raise SandboxLost("the agent ended before it listened", remedy="see the container's log")
@@ -203,7 +204,7 @@ class AgentLink:
                     continue
                 reader.to_end(end)
                 if kind == b"z":
-                    return PathRead(bytes(data), *struct.unpack("<QI", part))
+                    return PathRead(bytes(data), *_unpack("<QI", part))
                 raise AgentError(part.decode(errors="replace"))
 
     def _ask(self, kind: bytes, body: bytes, expect: bytes, timeout_s: float) -> bytes:
@@ -244,12 +245,20 @@ def _raw(text: str) -> bytes:
     return text.encode("utf-8", errors="surrogateescape")
 
 
+def _unpack(form: str, data: bytes) -> tuple[Any, ...]:
+    """What runs in the sandbox may have taken the agent's socket: its garbage must not be ours."""
+    try:
+        return struct.unpack(form, data)
+    except struct.error as why:
+        raise SandboxLost(f"what answers in its agent's place is not the agent: {why}") from why
+
+
 def _bytes(data: bytes) -> bytes:
     return b"".join((struct.pack("<I", len(data)), data, b"\0"))
 
 
 def _result(data: bytes, streams: dict[bytes, bytearray]) -> ActionResult:
-    code, signal, flags, ms, out_bytes, err_bytes, user, system, rss = struct.unpack("<iIIIQQQQQ", data)
+    code, signal, flags, ms, out_bytes, err_bytes, user, system, rss = _unpack("<iIIIQQQQQ", data)
     out = _joined(streams[b"o"], streams[b"O"], out_bytes)
     err = _joined(streams[b"e"], streams[b"E"], err_bytes)
     return ActionResult(code, signal, out, err, out_bytes, err_bytes, ms, user, system, rss, flags)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from belayer.clock import wall
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused
+from envkeeper import strays
 from envkeeper.budget import Entry, Limits, Plan, plan
 from envkeeper.keeper import Box, Keeper
 from envkeeper.store import Store
@@ -71,6 +72,7 @@ class Collector:
         while True:
             try:
                 await self._keeper.finish_all()
+                await strays.sweep(self._keeper)
                 if not await self._keeper.thread(self._keeper.records.refill):
                     self._keeper.log.error("the disk is full; only what is written already is safe")
                 async with self._one:

@@ -21,19 +21,15 @@ import shutil
 import signal
 import socket
 import struct
-import threading
 from pathlib import Path
 from typing import Any
-
-import docker
-import docker.errors
-import requests
 
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, HostUnfit, RestoreFailed, SandboxLost
 from belayer.statefile import write_bytes
 from envkeeper import marks
 from envkeeper.checkpoint import CRIU_FOLDER
 from envkeeper.criu import DumpCut, DumpHung, DumpPlan, Moment, first_error, kill_pending
+from envkeeper.docker_port import DockerPort, EngineAway, EngineFault
 from envkeeper.failpoints import Point, reach
 from envkeeper.store import Manifest
 
@@ -50,12 +46,13 @@ class DockerApi:
     """Docker's checkpoint calls, which its client library lacks. ``data_root``: Docker's, on this host."""
 
     def __init__(self, url: str, data_root: Path) -> None:
-        self._url, self._data_root = url, data_root
-        self._local = threading.local()
+        self._docker, self._data_root = DockerPort(url), data_root
 
     def check(self, versions: dict[str, str], search: str) -> None:
         """Raises HostUnfit. Leaves the settings of CRIU where the OCI runtime finds them."""
-        if not self._client(_SHORT_S).info().get("ExperimentalBuild"):
+        with self._docker.reading("for its mode"):
+            experimental = self._docker.client(_SHORT_S).info().get("ExperimentalBuild")
+        if not experimental:
             raise HostUnfit(
                 'envkeeper.engine_path = "docker_api" needs an experimental dockerd',
                 remedy='set "experimental": true in /etc/docker/daemon.json and start dockerd again, or take "fast"',
@@ -80,38 +77,35 @@ class DockerApi:
         self._call("unpause", container_id)
 
     def create(self, container_id: str, name: str, timeout_s: float) -> None:
-        """Dump and leave running. Raises APIError with the engine's words, ReadTimeout."""
-        client = self._client(timeout_s)
-        url = client._url("/containers/{0}/checkpoints", container_id)
-        client._raise_for_status(client._post_json(url, data={"CheckpointID": name, "Exit": False}))
+        """Dump and leave running. Raises EngineFault with the engine's words, EngineAway."""
+        with self._docker.reading("for a checkpoint"):
+            client = self._docker.client(timeout_s)
+            url = client._url("/containers/{0}/checkpoints", container_id)
+            client._raise_for_status(client._post_json(url, data={"CheckpointID": name, "Exit": False}))
 
     def delete(self, container_id: str, name: str) -> None:
-        client = self._client(_SHORT_S)
-        client._raise_for_status(client._delete(client._url("/containers/{0}/checkpoints/{1}", container_id, name)))
+        with self._docker.reading("to delete a checkpoint"):
+            client = self._docker.client(_SHORT_S)
+            client._raise_for_status(client._delete(client._url("/containers/{0}/checkpoints/{1}", container_id, name)))
 
     def start(self, container_id: str, name: str, timeout_s: float) -> None:
-        client = self._client(timeout_s)
-        url = client._url("/containers/{0}/start", container_id)
-        client._raise_for_status(client._post(url, params={"checkpoint": name}))
+        with self._docker.reading("to start from a checkpoint"):
+            client = self._docker.client(timeout_s)
+            url = client._url("/containers/{0}/start", container_id)
+            client._raise_for_status(client._post(url, params={"checkpoint": name}))
 
     def leaks(self) -> Path:
         """Where dockerd leaves the copies that it makes of images: its TMPDIR."""
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.connect(self._url.removeprefix("unix://"))
+            sock.connect(self._docker.url.removeprefix("unix://"))
             pid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         return Path(next((os.fsdecode(row[7:]) for row in rows if row.startswith(b"TMPDIR=")), "/tmp"))
 
     def _call(self, verb: str, container_id: str) -> None:
-        client = self._client(_SHORT_S)
-        client._raise_for_status(client._post(client._url("/containers/{0}/" + verb, container_id)))
-
-    def _client(self, timeout_s: float) -> Any:
-        client = getattr(self._local, "client", None)
-        if client is None:
-            client = self._local.client = docker.APIClient(base_url=self._url, version="auto")
-        client.timeout = timeout_s
-        return client
+        with self._docker.reading(f"to {verb}"):
+            client = self._docker.client(_SHORT_S)
+            client._raise_for_status(client._post(client._url("/containers/{0}/" + verb, container_id)))
 
 
 class ApiDumper:
@@ -124,7 +118,13 @@ class ApiDumper:
         """As Criu.dump; the images are in ``plan.images`` when it returns."""
         name = plan.images.parent.name
         moment.start()
-        self._say(self._api.pause, plan)
+        try:
+            self._say(self._api.pause, plan)
+        except BelayerError:
+            with contextlib.suppress(EngineAway, EngineFault):  # only its answer may have been lost
+                self._api.unpause(plan.container_id)
+            moment.thaw()
+            raise
         try:
             moment.begin()
             self._create(plan, name, moment)
@@ -132,7 +132,8 @@ class ApiDumper:
             moment.end()
         finally:
             self._unpause(plan, moment)
-        self._api.delete(plan.container_id, name)
+        with contextlib.suppress(EngineAway, EngineFault):  # it is ours already; Docker's copy goes with the container
+            self._api.delete(plan.container_id, name)
 
     def _collect(self, plan: DumpPlan, name: str) -> None:
         """Still frozen: what has to be copied beside the images is read from them. Docker's folders may be another
@@ -147,7 +148,10 @@ class ApiDumper:
     def _create(self, plan: DumpPlan, name: str, moment: Moment) -> None:
         try:
             self._api.create(plan.container_id, name, plan.timeout_s)
-        except requests.exceptions.ReadTimeout as why:
+        except EngineAway as why:
+            if not why.late:
+                moment.cut()
+                raise DumpCut(f"Docker did not answer for its checkpoint any more: {why.message}", kept=_KEPT) from why
             moment.hold()
             ended = end_dump(plan.container_id)
             moment.cut()
@@ -157,11 +161,8 @@ class ApiDumper:
                 kept=_KEPT,
                 remedy="checkpoint again later; raise envkeeper.checkpoint_timeout_s if the host is only slow",
             ) from why
-        except docker.errors.APIError as why:
-            raise self._why(plan, str(why.explanation or why), moment) from why
-        except requests.exceptions.RequestException as why:
-            moment.cut()
-            raise DumpCut(f"Docker did not answer for its checkpoint any more: {why}", kept=_KEPT) from why
+        except EngineFault as why:
+            raise self._why(plan, why.said or why.message, moment) from why
 
     @staticmethod
     def _why(plan: DumpPlan, said: str, moment: Moment) -> BelayerError:
@@ -181,7 +182,7 @@ class ApiDumper:
         to unpause what is not paused: so it is frozen for that moment."""
         try:
             self._api.unpause(plan.container_id)
-        except docker.errors.APIError:
+        except (EngineFault, EngineAway):
             if kill_pending(plan.pid):
                 return  # nothing to unpause: Docker notices by itself
             moment.hold()
@@ -193,10 +194,10 @@ class ApiDumper:
     def _say(call: Any, plan: DumpPlan) -> None:
         try:
             call(plan.container_id)
-        except (docker.errors.DockerException, requests.exceptions.RequestException) as why:
+        except (EngineFault, EngineAway) as why:
             if kill_pending(plan.pid):
                 raise SandboxLost(f"PID 1 (pid {plan.pid}) is dead") from why
-            raise CheckpointIncomplete(f"Docker did not {call.__name__}: {why}", kept=_KEPT) from why
+            raise CheckpointIncomplete(f"Docker did not {call.__name__}: {why.message}", kept=_KEPT) from why
 
 
 class ApiReviver:
@@ -220,10 +221,9 @@ class ApiReviver:
         reach(Point.RESTORE_ARMED)
         try:
             self._api.start(container_id, name, self._timeout_s)
-        except (docker.errors.DockerException, requests.exceptions.RequestException) as why:
-            said = str(getattr(why, "explanation", "") or why)
+        except EngineFault as why:
             raise RestoreFailed(
-                f"Docker could not start {container_id[:12]} from it: {said}", kept="the checkpoint"
+                f"Docker could not start {container_id[:12]} from it: {why.said or why.message}", kept="the checkpoint"
             ) from why
         finally:
             self._sweep_leaks(nonce)
@@ -235,7 +235,11 @@ class ApiReviver:
         """Half-made containers are removed with all that Docker has of them."""
 
     def _sweep_leaks(self, nonce: str) -> None:
-        for leak in self._api.leaks().glob("ctrd-checkpoint*"):
+        try:
+            folder = self._api.leaks()
+        except OSError:  # Docker is away, which its own error tells
+            return
+        for leak in folder.glob("ctrd-checkpoint*"):
             if (leak / nonce).exists():  # ours for certain
                 shutil.rmtree(leak, ignore_errors=True)
 

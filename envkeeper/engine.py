@@ -8,19 +8,13 @@ no docker-init: its containers dump but do not restore.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import docker
-import docker.errors
-import requests
-
 from belayer.errors import BelayerError, HostUnfit, Refused, RestoreFailed, SandboxLost
 from envkeeper import admission, lives, marks, network, seccomp
+from envkeeper.docker_port import GLANCE_S, TIMEOUT_S, DockerPort, EngineFault
 from envkeeper.recipe import Recipe
 
 AGENT_IN_SANDBOX = "/.belayer/agent"
@@ -46,63 +40,68 @@ class Engine:
     network of holders."""
 
     def __init__(self, url: str, runtime: str, owner: str, bridge: str = "bridge") -> None:
-        self._url, self._runtime, self._owner, self._bridge = url, runtime, owner, bridge
-        self._local = threading.local()  # the HTTP session underneath is not made for threads
+        self._docker, self._runtime, self._owner, self._bridge = DockerPort(url), runtime, owner, bridge
 
     def check(self) -> dict[str, str]:
         """Versions; raises HostUnfit with the remedy when Docker is not there or lacks what we need."""
-        with self._names_faults():
-            info = self._client().info()
-            version = self._client().version()
-        if info.get("Driver") != "overlay2":
+        with self._docker.reading("for its version"):
+            info = self._docker.client().info()
+            version = self._docker.client().version()
+            parts = {part["Name"]: part["Version"] for part in version.get("Components", [])}
+            found = {
+                "docker": version["Version"],
+                "containerd": parts.get("containerd", ""),
+                "runc": parts.get("runc", ""),
+                "kernel": info.get("KernelVersion", ""),
+                "storage": str(info.get("Driver")),
+                "cgroup": str(info.get("CgroupVersion", "1")),
+                "live_restore": str(info.get("LiveRestoreEnabled", False)),
+                "data_root": info.get("DockerRootDir", ""),
+            }
+            runtimes = info.get("Runtimes", {})
+        if found["storage"] != "overlay2":
             raise HostUnfit(
-                f"Docker uses the storage driver {info.get('Driver')}; upper layers are copied raw from overlay2",
+                f"Docker uses the storage driver {found['storage']}; upper layers are copied raw from overlay2",
                 remedy='set "storage-driver": "overlay2" in /etc/docker/daemon.json',
             )
-        if self._runtime not in info.get("Runtimes", {}):
+        if self._runtime not in runtimes:
             raise HostUnfit(
                 f"Docker does not know the runtime {self._runtime}",
                 remedy=f'add "runtimes": {{"{self._runtime}": {{"path": "/opt/belayer/bin/belayer-runtime"}}}} to '
                 "/etc/docker/daemon.json and reload dockerd",
             )
-        parts = {part["Name"]: part["Version"] for part in version.get("Components", [])}
-        return {
-            "docker": version["Version"],
-            "containerd": parts.get("containerd", ""),
-            "runc": parts.get("runc", ""),
-            "kernel": info.get("KernelVersion", ""),
-            "storage": info["Driver"],
-            "cgroup": str(info.get("CgroupVersion", "1")),
-            "live_restore": str(info.get("LiveRestoreEnabled", False)),
-            "data_root": info.get("DockerRootDir", ""),
-        }
+        return found
 
     def image_id(self, name: str) -> str:
         """Content id of the image that has this name now, "" when none has."""
-        with self._names_faults():
-            try:
-                return str(self._client().inspect_image(name)["Id"])
-            except docker.errors.ImageNotFound:
-                return ""
+        return str(found[0]) if (found := self._image(name)) else ""
 
     def pin(self, image: str) -> tuple[str, str]:
         """(content id of ``image``, the user that it names). Raises HostUnfit when it is not here, or when what it
         asks for cannot be checkpointed (volumes live outside of the upper layer). Its health check, entry point and
         command are not used."""
-        with self._names_faults():
-            try:
-                found = self._client().inspect_image(image)
-            except docker.errors.ImageNotFound as why:
-                raise HostUnfit(
-                    f"no image {image} in this Docker", remedy="run `make setup`, or docker load it"
-                ) from why
-        config = found.get("Config") or {}
-        if config.get("Volumes"):
+        found = self._image(image)
+        if found is None:
+            raise HostUnfit(f"no image {image} in this Docker", remedy="run `make setup`, or docker load it")
+        image_id, user, volumes = found
+        if volumes:
             raise HostUnfit(
-                f"image {image} declares volumes ({', '.join(config['Volumes'])}): their content is in no checkpoint",
+                f"image {image} declares volumes ({volumes}): their content is in no checkpoint",
                 remedy="build it without VOLUME",
             )
-        return str(found["Id"]), str(config.get("User") or "")
+        return image_id, user
+
+    def _image(self, name: str) -> tuple[str, str, str] | None:
+        """(content id, user, volumes) of an image, None when this Docker has none of that name."""
+        try:
+            with self._docker.reading(f"for image {name}"):
+                found = self._docker.client().inspect_image(name)
+                config = found.get("Config") or {}
+                return str(found["Id"]), str(config.get("User") or ""), ", ".join(config.get("Volumes") or ())
+        except EngineFault as why:
+            if why.status == 404:
+                return None
+            raise
 
     def create(self, recipe: Recipe, sandbox_id: str, incarnation: str, told: Path | None = None) -> str:
         """A created, not started container; its id. ``told``: the folder of envkeeper.lives for this life. With an
@@ -111,8 +110,8 @@ class Engine:
         binds = {recipe.agent: {"bind": AGENT_IN_SANDBOX, "mode": "ro"}}
         if told is not None:
             binds[str(told)] = {"bind": lives.IN_SANDBOX, "mode": "ro"}
-        client = self._client()
-        with self._names_faults():
+        with self._docker.reading("to create a container"):
+            client = self._docker.client()
             host = client.create_host_config(
                 network_mode=f"container:{holder}" if holder else "none",
                 mem_limit=recipe.memory_mb << 20,
@@ -140,8 +139,9 @@ class Engine:
                 stdin_open=False,
                 tty=False,
             )
-        marks.born(str(made["Id"]), self._owner)
-        return str(made["Id"])
+            container_id = str(made["Id"])
+        marks.born(container_id, self._owner)
+        return container_id
 
     def holder(self, sandbox_id: str, recipe: Recipe) -> str:
         """Id of the running holder of this sandbox, with its rules written and read back. Raises HostUnfit."""
@@ -152,8 +152,8 @@ class Engine:
                 network.close(pid, recipe.allow)
                 return str(row["Id"])
             self.remove(row["Id"])
-        client = self._client()
-        with self._names_faults():
+        with self._docker.reading("to create a holder"):
+            client = self._docker.client()
             made = client.create_container(
                 recipe.image_id,
                 entrypoint=[AGENT_IN_SANDBOX, "hold"],
@@ -174,13 +174,14 @@ class Engine:
                 healthcheck={"test": ["NONE"]},
                 labels=self._labels(sandbox_id, "holder"),
             )
-            client.start(made["Id"])  # nothing of the sandbox is in it yet: it may be open until the next line
+            container_id = str(made["Id"])
+            client.start(container_id)  # nothing of the sandbox is in it yet: it may be open until the next line
         try:
-            network.close(self._pid(made["Id"]), recipe.allow)
-        except HostUnfit:
-            self.remove(made["Id"])
+            network.close(self._pid(container_id), recipe.allow)
+        except BelayerError:
+            self.remove(container_id)
             raise
-        return str(made["Id"])
+        return container_id
 
     def remove_holders(self, sandbox_id: str) -> None:
         for row in self._ours():
@@ -189,7 +190,8 @@ class Engine:
 
     def _pid(self, container_id: str) -> int:
         try:
-            return int(self._inspect(container_id)["State"]["Pid"])
+            with self._docker.reading("for a pid"):
+                return int(self._inspect(container_id)["State"]["Pid"])
         except SandboxLost:
             return 0
 
@@ -206,36 +208,30 @@ class Engine:
 
     def upper_of(self, container_id: str) -> tuple[Path, Path]:
         """(upper layer, merged root) of a container that exists."""
-        data = self._inspect(container_id)["GraphDriver"]["Data"]
-        return Path(data["UpperDir"]), Path(data["MergedDir"])
+        with self._docker.reading("for a layer"):
+            return _layers(self._inspect(container_id))
 
     def start(self, container_id: str) -> None:
         """Raises RestoreFailed with the engine's words."""
-        with self._names_faults():
-            try:
-                self._client().start(container_id)
-            except docker.errors.APIError as why:
-                raise RestoreFailed(f"container {container_id[:12]} did not start: {why.explanation}") from why
+        try:
+            with self._docker.reading("to start a container"):
+                self._docker.client().start(container_id)
+        except EngineFault as why:
+            raise RestoreFailed(f"container {container_id[:12]} did not start: {why.said or why.message}") from why
 
     def life(self, container_id: str) -> Life:
         """Raises SandboxLost when the container does not run."""
-        seen = self._inspect(container_id)
-        state = seen["State"]
-        if not state["Running"] or not state["Pid"]:
-            raise SandboxLost(
-                f"container {container_id[:12]} is {state['Status']} (exit code {state['ExitCode']}"
-                f"{', out of memory' if state.get('OOMKilled') else ''})"
-            )
-        holder = self._holder_of(seen)
-        self._admit(seen, int(state["Pid"]), holder)
-        data = seen["GraphDriver"]["Data"]
-        return Life(
-            container_id,
-            int(state["Pid"]),
-            Path(data["UpperDir"]),
-            Path(data["MergedDir"]),
-            self._pid(holder) if holder else 0,
-        )
+        with self._docker.reading("for a container"):
+            seen = self._inspect(container_id)
+            state = seen["State"]
+            if not state["Running"] or not state["Pid"]:
+                raise SandboxLost(
+                    f"container {container_id[:12]} is {state['Status']} (exit code {state['ExitCode']}"
+                    f"{', out of memory' if state.get('OOMKilled') else ''})"
+                )
+            holder, pid = self._holder_of(seen), int(state["Pid"])
+            self._admit(seen, pid, holder)
+            return Life(container_id, pid, *_layers(seen), self._pid(holder) if holder else 0)
 
     def _holder_of(self, seen: dict[str, Any]) -> str:
         """Id of the holder whose network a container shares; "" when it shares none, or that of a stranger."""
@@ -261,73 +257,63 @@ class Engine:
             )
 
     def why_dead(self, container_id: str) -> str:
-        """For people: exit code and out-of-memory mark, as far as Docker still knows."""
+        """For people: exit code and out-of-memory mark, as far as Docker still knows. Never raises what Docker does:
+        the death is known, and must be told."""
         try:
-            state = self._inspect(container_id)["State"]
-        except SandboxLost as why:
-            return str(why)
-        return f"exit code {state['ExitCode']}{', out of memory' if state.get('OOMKilled') else ''}"
+            with self._docker.reading("why a container died"):
+                state = self._inspect(container_id, GLANCE_S)["State"]
+                return f"exit code {state['ExitCode']}{', out of memory' if state.get('OOMKilled') else ''}"
+        except BelayerError as why:
+            return why.message
 
     def remove(self, container_id: str) -> None:
         """Kill and remove; gone already is fine."""
-        with self._names_faults():
-            for left in reversed(range(_REMOVALS)):
-                try:
-                    self._client().remove_container(container_id, force=True, v=True)
+        for left in reversed(range(_REMOVALS)):
+            try:
+                with self._docker.reading("to remove a container"):
+                    self._docker.client().remove_container(container_id, force=True, v=True)
+                break
+            except EngineFault as why:
+                if why.status in (404, 409):  # 409: "removal ... is already in progress"
                     break
-                except docker.errors.NotFound:
-                    break
-                except docker.errors.APIError as why:
-                    if why.status_code == 409:  # "removal ... is already in progress"
-                        break
-                    # It died between Docker's look and Docker's kill (we have just fenced it): asked again, it is gone.
-                    if left == 0 or "is not running" not in str(why.explanation):
-                        raise
+                # It died between Docker's look and Docker's kill (we have just fenced it): asked again, it is gone.
+                if left == 0 or "is not running" not in why.said:
+                    raise
         marks.forget(container_id)
 
     def ours(self) -> dict[str, str]:
         """Container id -> sandbox id of all containers of this root, running or not. A holder has the id of its
         sandbox behind a "+"."""
-        return {row["Id"]: ("+" if _is_holder(row) else "") + row["Labels"].get(f"{LABEL}.sandbox", "")
-                for row in self._ours()}  # fmt: skip
+        with self._docker.reading("for its containers"):
+            return {row["Id"]: ("+" if _is_holder(row) else "") + row["Labels"].get(f"{LABEL}.sandbox", "")
+                    for row in self._ours()}  # fmt: skip
 
     def _ours(self) -> list[dict[str, Any]]:
-        with self._names_faults():
-            return list(self._client().containers(all=True, filters={"label": f"{LABEL}={self._owner}"}))
+        with self._docker.reading("for its containers"):
+            found = self._docker.client().containers(all=True, filters={"label": f"{LABEL}={self._owner}"})
+            return [{"Id": str(row["Id"]), "Labels": dict(row["Labels"])} for row in found]
 
-    def _inspect(self, container_id: str) -> dict[str, Any]:
-        with self._names_faults():
-            try:
-                found: dict[str, Any] = self._client().inspect_container(container_id)
-            except docker.errors.NotFound as why:
-                raise SandboxLost(f"container {container_id[:12]} is gone") from why
-        return found
-
-    def _client(self) -> Any:
-        client = getattr(self._local, "client", None)
-        if client is None:
-            client = self._local.client = docker.APIClient(base_url=self._url, timeout=120, version="auto")
-        return client
-
-    @contextmanager
-    def _names_faults(self) -> Iterator[None]:
+    def _inspect(self, container_id: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         try:
-            yield
-        except (requests.exceptions.RequestException, docker.errors.DockerException) as why:
-            if isinstance(why, docker.errors.APIError):
-                raise EngineFault(f"Docker refused: {why.explanation or why}") from why
-            raise HostUnfit(
-                f"Docker does not answer at {self._url}", remedy="start dockerd, or set envkeeper.docker"
-            ) from why
+            with self._docker.reading("for a container"):
+                found = self._docker.client(timeout_s).inspect_container(container_id)
+                if found["Id"] != container_id:
+                    raise ValueError(f"it is about {found['Id']}")
+                return dict(found)
+        except EngineFault as why:
+            if why.status == 404:
+                raise SandboxLost(f"container {container_id[:12]} is gone") from why
+            raise
+
+
+def _layers(seen: dict[str, Any]) -> tuple[Path, Path]:
+    data = seen["GraphDriver"]["Data"]
+    return Path(data["UpperDir"]), Path(data["MergedDir"])
 
 
 def _is_holder(row: dict[str, Any], sandbox_id: str = "") -> bool:
     labels = row["Labels"]
     return labels.get(f"{LABEL}.role") == "holder" and sandbox_id in ("", labels.get(f"{LABEL}.sandbox"))
-
-
-class EngineFault(BelayerError):
-    """Docker answered with an error that has no better name here."""
 
 
 def _loopback() -> dict[str, str]:

@@ -6,7 +6,7 @@ frozen by it: the moment of the thaw stays ours (kernel: freezer-subsystem.rst, 
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import select
 from pathlib import Path
@@ -36,15 +36,11 @@ class Freezer:
 
     def hold(self) -> None:
         """Ask for the freeze without waiting for it: a task that is let go of now stops before it runs."""
-        with contextlib.suppress(FileNotFoundError):  # it is dead
-            self._write(frozen=True)
+        self._ask(frozen=True)
 
     def thaw(self) -> None:
         """Let the group run; nothing to do when it is gone (its sandbox is dead)."""
-        try:
-            self._write(frozen=False)
-        except FileNotFoundError:
-            return
+        self._ask(frozen=False)
 
     def is_frozen(self) -> bool:
         if self.v2:
@@ -65,6 +61,13 @@ class Freezer:
             return [int(pid) for pid in (self.folder / "cgroup.procs").read_text().split()]
         except OSError:  # the group is gone, or being removed (ENODEV)
             return []
+
+    def _ask(self, *, frozen: bool) -> None:
+        try:
+            self._write(frozen=frozen)
+        except OSError as why:
+            if why.errno not in (errno.ENOENT, errno.ENODEV):  # gone, or being removed: it is dead
+                raise
 
     def _write(self, *, frozen: bool) -> None:
         name, value = (

@@ -136,14 +136,30 @@ class Keeper:
         again now and then and at the next start."""
         try:
             await self.thread(self.clear, box)
-        except BelayerError as why:
+        except (BelayerError, OSError) as why:
             self.log.error("not removed yet", sandbox=box.record.sandbox_id, why=str(why))
         else:
             self.boxes.pop(box.record.sandbox_id, None)
 
+    async def unmake(self, box: Box) -> None:
+        """Remove what a failed restore left half made. It may run: so it stays on record until it is gone, and no other
+        life of the sandbox is made before."""
+        making = box.record.making
+        if not making:
+            return
+        try:
+            await self.thread(self.host.engine.remove, making)
+        except BelayerError as why:
+            self.log.error("half made and not removed yet", sandbox=box.record.sandbox_id, why=str(why))
+            return
+        if box.record.making == making:
+            self.save(box, durable=True, making="")
+
     async def finish_all(self) -> None:
         """Those whose removal failed; one whose destroy is under way holds its gate."""
         for box in list(self.boxes.values()):
+            if box.record.state is State.LOST:
+                await self.unmake(box)
             if box.record.state is State.DESTROYED and not box.gate.locked():
                 async with box.gate:
                     await self.finish(box)
@@ -389,8 +405,10 @@ class Keeper:
 
     def _chore_done(self, future: asyncio.Future[None]) -> None:
         self._chores.discard(future)
-        if not future.cancelled() and future.exception() is not None:
-            self.log.warning("chore failed", why=str(future.exception()))
+        why = None if future.cancelled() else future.exception()
+        if why is not None:
+            expected = isinstance(why, BelayerError | OSError)
+            self.log.warning("chore failed", why=str(why), exc_info=None if expected else why)
 
 
 def alive(box: Box) -> AgentLink:
@@ -402,5 +420,5 @@ def alive(box: Box) -> AgentLink:
 def _group_of(pid: int) -> freezer.Freezer | None:
     try:
         return freezer.of_process(pid)
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return None

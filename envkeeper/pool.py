@@ -22,6 +22,7 @@ from envkeeper.recipe import Recipe
 
 _PAUSE_S = 0.25  # how often a refill that holds back looks again
 _AFTER_FAILURE_S = 10.0
+_PREFIX = "pool-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,18 @@ class Pool:
         self._ends: set[asyncio.Future[None]] = set()  # of those that had died
         self._task: asyncio.Task[None] | None = None
         self._recipe: Recipe | None = None
+        self._making = ""  # name of the one that is being made
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @staticmethod
+    def made(name: str) -> bool:
+        return name.startswith(_PREFIX)
+
+    def knows(self, container_id: str, name: str) -> bool:
+        """Whether it waits here, or is being made."""
+        return name == self._making or any(one.life.container_id == container_id for one in self._waiting)
 
     def start(self, recipe: Recipe, hurried: Callable[[], bool]) -> None:
         if self._size:
@@ -64,7 +74,7 @@ class Pool:
             found = self._waiting.popleft()
             if is_dead(found.pidfd):
                 self._log.warning("a waiting sandbox had died", container=found.life.container_id[:12])
-                self._ends.add(asyncio.ensure_future(self._thread(self._drop, found)))
+                self._ends.add(asyncio.ensure_future(self._end(found)))
                 found = None
         self._wanted.set()
         return found
@@ -74,8 +84,15 @@ class Pool:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         while self._waiting:
-            await self._thread(self._drop, self._waiting.popleft())
-        await asyncio.gather(*self._ends, return_exceptions=True)
+            await self._end(self._waiting.popleft())
+        await asyncio.gather(*self._ends)
+
+    async def _end(self, waiting: Waiting) -> None:
+        """One that Docker does not remove is a container of no record, and removed as such."""
+        try:
+            await self._thread(self._drop, waiting)
+        except (BelayerError, OSError) as why:
+            self._log.warning("a waiting sandbox is not removed yet", why=str(why))
 
     async def _refill(self, hurried: Callable[[], bool]) -> None:
         assert self._recipe is not None
@@ -85,7 +102,7 @@ class Pool:
                 if hurried():
                     await asyncio.sleep(_PAUSE_S)
                     continue
-                born = f"pool-{new_sandbox_id()}"
+                born = self._making = f"{_PREFIX}{new_sandbox_id()}"
                 making = asyncio.ensure_future(self._thread(self._make, self._recipe, born, born))
                 try:
                     life, pidfd, link = await asyncio.shield(making)
@@ -93,11 +110,12 @@ class Pool:
                     # A container half made must not outlive us: its maker ends first.
                     for made in await asyncio.gather(making, return_exceptions=True):
                         if isinstance(made, tuple):
-                            await self._thread(self._drop, Waiting(born, *made))
+                            await self._end(Waiting(born, *made))
                     raise
                 except (BelayerError, OSError) as why:  # tried again: a pool is a help, and nobody waits for it
                     self._log.warning("the pool is not refilled", why=str(why))
                     await asyncio.sleep(_AFTER_FAILURE_S)
                     continue
                 self._waiting.append(Waiting(born, life, pidfd, link))
+                self._making = ""
             await self._wanted.wait()

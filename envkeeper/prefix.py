@@ -57,8 +57,16 @@ def aftermath_of(engine: Engine, manifest: Manifest | None, before: SandboxRecor
         boundary=manifest.boundary if manifest else 0,
         lost_at=before.boundary,
         now=now,
-        image_now=engine.image_id(recipe.image) if recipe.image else "",
+        image_now=_image_now(engine, recipe.image),
     )
+
+
+def _image_now(engine: Engine, name: str) -> str | None:
+    """None when Docker does not say: the life is served already, and must not be taken back for a remark."""
+    try:
+        return engine.image_id(name) if name else ""
+    except BelayerError:
+        return None
 
 
 class Prefixes:
@@ -152,9 +160,9 @@ class Prefixes:
         except (BelayerError, OSError) as why:  # a full disk, above all
             if back is not None:
                 os.close(back.pidfd)
-                await keeper.thread(keeper.host.engine.remove, box.record.making)
+            await keeper.unmake(box)
             keeper.go(box, Event.RESTORE_FAILED, str(why))
-            keeper.save(box, durable=True, making="")
+            keeper.save(box, durable=True)
             if claim is not None:
                 box.store.claims.release(claim)
             if isinstance(why, BelayerError):
@@ -252,6 +260,7 @@ class Prefixes:
         verified = trial.verified  # of the first
         for manifest in trial.manifests:
             for last in (False, True):
+                self._clean(box)
                 try:
                     if claim.checkpoint_id != manifest.checkpoint_id:
                         claim = box.store.claims.change(claim, checkpoint_id=manifest.checkpoint_id)
@@ -274,10 +283,17 @@ class Prefixes:
                 kept="the checkpoints as they are",
                 remedy="name another checkpoint, or allow its image (allow_base)",
             )
+        self._clean(box)
         told = self._keeper.lives.make(incarnation, notes)
         back = self.backend.fresh(Fresh(record.recipe, record.sandbox_id, incarnation, told), limit, made)
         trial.path += ("the image: begun again at boundary 0",)
         return None, back
+
+    def _clean(self, box: Box) -> None:
+        """In a thread, before a life is made: what an attempt before it left may run. Never two of one sandbox."""
+        if box.record.making:
+            self._keeper.host.engine.remove(box.record.making)
+            self._making(box, "")
 
     def _making(self, box: Box, container_id: str) -> None:
         """Called in the restorer's thread; nothing else changes the record of a sandbox in RESTORING."""

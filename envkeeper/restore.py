@@ -97,7 +97,7 @@ class Restorer:
 
     def run(self, order: Order, timeout_s: float, made: Callable[[str], None]) -> Restored:
         """Blocking; the claim is held and the old life is dead. ``made`` is told the container's id at once, so that
-        it is on record before it can run. On failure the new container is gone when this raises."""
+        it is on record before it can run. On failure the new container is gone when this raises, or Docker refuses."""
         watch, phases = Stopwatch(), dict[str, float]()
         manifest, store = order.manifest, order.store
         self._same_path(manifest)
@@ -124,7 +124,7 @@ class Restorer:
                 phases["proof"] = watch.lap()
                 reach(Point.RESTORE_PROVED)
             except (BelayerError, OSError) as why:
-                self._engine.remove(container_id)
+                self._drop(container_id)
                 self._reviver.forget(container_id)
                 if isinstance(why, BelayerError):
                     raise
@@ -151,9 +151,14 @@ class Restorer:
                 raise
             phases["proof"] = watch.lap()
         except BelayerError:
-            self._engine.remove(container_id)
+            self._drop(container_id)
             raise
         return Restored(life, pidfd, link, phases, f"a fresh container of image {order.recipe.image_id[:19]}")
+
+    def _drop(self, container_id: str) -> None:
+        """What failed before is what must be told. The caller has the id on record, and tries the removal again."""
+        with contextlib.suppress(BelayerError):
+            self._engine.remove(container_id)
 
     def _same_path(self, manifest: Manifest) -> None:
         """Images of one engine path are none of another: taken by the wrong one they would come back in the network of

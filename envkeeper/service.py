@@ -150,6 +150,21 @@ def _rounded(phases: dict[str, float]) -> dict[str, float]:
     return {name: round(ms, 3) for name, ms in phases.items()}
 
 
+async def _broken() -> None:
+    """Ends with the exception of a callback of the event loop (a death that was seen), which the loop alone would only
+    print: what is on record is then not what was seen."""
+    loop = asyncio.get_running_loop()
+    broken: asyncio.Future[None] = loop.create_future()
+
+    def handle(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        _loop.default_exception_handler(context)
+        if "handle" in context and "exception" in context and not broken.done():
+            broken.set_exception(context["exception"])
+
+    loop.set_exception_handler(handle)
+    await broken
+
+
 async def run(config: Config, paths: Paths, stop: asyncio.Event, prefix: Path = host.PREFIX) -> None:
     """The daemon until ``stop``. Raises HostUnfit before anything was created."""
     logger = log.setup(NAME)
@@ -163,10 +178,10 @@ async def run(config: Config, paths: Paths, stop: asyncio.Event, prefix: Path = 
     await keeper.fill_pool()
     logger.info("ready", sandboxes=len(keeper.boxes), **found.versions)
     notify("READY=1")
-    collecting = asyncio.ensure_future(prefixes.collector.run_for_ever(_COLLECT_EVERY_S))
     try:
-        await serve_until(stop, server.serve())
+        # The collector meets faults of Docker and of the disk, and goes on. What else it raises is a broken invariant,
+        # like that of a request: the daemon ends, and adopts what runs when it is back.
+        await serve_until(stop, server.serve(), prefixes.collector.run_for_ever(_COLLECT_EVERY_S), _broken())
     finally:
-        collecting.cancel()
         await keeper.close()
         del only

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from belayer.errors import CheckpointIncomplete, RestoreFailed, SandboxLost
+from belayer.errors import BelayerError, CheckpointIncomplete, ErrorCode, RestoreFailed, SandboxLost
 from belayer.procs import state
 from belayer.sandbox import Sandbox
 from envkeeper.docker_api import SETTINGS
@@ -24,6 +24,7 @@ from tests.e2e.test_envkeeper import (  # noqa: F401 - collected here, with the 
     test_the_daemon_is_killed_and_its_sandbox_is_served_again,
     test_three_generations_come_back_whole,
 )
+from tests.support.docker_proxy import DockerProxy, Wrong
 from tests.support.envhost import TREE, EnvHost
 from tests.support.private_docker import PrivateDocker
 
@@ -155,3 +156,38 @@ def test_without_experimental_mode_it_is_refused_by_name(tmp_path_factory: pytes
             plain.stop()
     assert done.returncode == 2
     assert 'engine_path = "docker_api" needs an experimental dockerd; set "experimental": true' in done.stderr
+
+
+@pytest.mark.parametrize("wrong", [Wrong.CUT, Wrong.CUT_ANSWER, Wrong.REFUSE])
+def test_docker_fails_at_each_request_of_a_checkpoint(docker: PrivateDocker, wrong: Wrong) -> None:
+    """The daemon lives, the sandbox is not left paused, and READY is the old or the new one."""
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        proxy = DockerProxy(Path(folder) / "d.sock", docker.root / "d.sock")
+        host = EnvHost.start(Path(folder), CONFIG, proxy.url)
+        try:
+            box = host.create()
+            box.exec("X=41")
+            box.checkpoint()
+            for at in range(1, 20):
+                proxy.arm(at, wrong)
+                try:
+                    box.checkpoint()
+                except BelayerError as why:
+                    failed = why.code
+                else:
+                    failed = None
+                hit = proxy.hit
+                proxy.clear()
+                assert host.answers()
+                assert failed is not ErrorCode.BROKEN
+                if failed is ErrorCode.SANDBOX_LOST:
+                    box.restore()
+                assert box.exec("echo $X").stdout == "41\n", f"{wrong} at {at} ({hit})"
+                if not hit:
+                    break
+            assert at > 4
+            assert failed is None
+            box.destroy()
+        finally:
+            host.stop()
+            proxy.close()

@@ -51,7 +51,6 @@ def old_criu(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ('docker = "unix:///nowhere.sock"', "Docker does not answer at unix:///nowhere.sock; start dockerd"),
         ('criu = "/nowhere/criu"', "no CRIU at /nowhere/criu; run `make setup`"),
         ('criu = "OLD"', "CRIU 4.1.1 .* is too old for this kernel: 4.2 is needed"),
         ('image = "belayer-none:such"', "no image belayer-none:such in this Docker; run `make setup`"),
@@ -61,8 +60,19 @@ def old_criu(tmp_path: Path) -> Path:
     ],
 )
 def test_an_unfit_host_is_named_and_nothing_is_created(short: Path, old_criu: Path, config: str, says: str) -> None:
-    ended = start(short, config.replace("OLD", str(old_criu)))
-    assert ended.returncode == 2
+    unfit(start(short, config.replace("OLD", str(old_criu))), short, 2, says)
+
+
+def test_without_docker_it_is_tried_again(short: Path) -> None:
+    """3, not 2: systemd starts a daemon again that found no dockerd, and leaves one alone that cannot run here."""
+    says = "Docker does not answer at unix:///nowhere.sock; start dockerd"
+    unfit(start(short, 'docker = "unix:///nowhere.sock"'), short, 3, says)
+    unit = (TREE / "systemd" / "envkeeper.service").read_text()
+    assert "RestartPreventExitStatus=2\n" in unit
+
+
+def unfit(ended: subprocess.CompletedProcess[str], short: Path, code: int, says: str) -> None:
+    assert ended.returncode == code
     assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
     assert ended.stdout == ""
     assert re.search(says, ended.stderr), ended.stderr

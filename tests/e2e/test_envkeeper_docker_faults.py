@@ -1,0 +1,256 @@
+"""Docker fails at each request that envkeeper makes, in every way a peer can fail: the daemon lives, the caller gets a
+typed error or what it asked for, and all is well when Docker is (promises E4, E5, O1).
+
+One envkeeper for all of it, never started again: whatever ends it fails every test that follows.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+
+import docker
+import pytest
+
+from belayer.errors import BelayerError, ErrorCode, SandboxLost
+from belayer.sandbox import Sandbox
+from envkeeper.host import owner_of
+from tests.support.docker_proxy import DockerProxy, Wrong
+from tests.support.envhost import EnvHost
+from tests.support.wait import eventually
+
+pytestmark = pytest.mark.docker
+
+ONCE = [wrong for wrong in Wrong if wrong is not Wrong.AWAY]
+# Of the answers that are none, each kind of unreadable once more where a fault is dear: all are read at one border.
+FEW = [Wrong.CUT, Wrong.REFUSE, Wrong.CUT_ANSWER, Wrong.WRONG_JSON, Wrong.AWAY]
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="bl-") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def proxy(folder: Path) -> Iterator[DockerProxy]:
+    made = DockerProxy(folder / "d.sock")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def host(folder: Path, proxy: DockerProxy) -> Iterator[EnvHost]:
+    found = EnvHost.start(folder, "", proxy.url)
+    yield found
+    proxy.clear()
+    found.stop()
+
+
+@pytest.fixture(autouse=True)
+def _lives(host: EnvHost, proxy: DockerProxy) -> Iterator[None]:
+    assert host.answers()
+    pid = host.process.pid
+    yield
+    proxy.clear()
+    assert host.answers()
+    assert host.process.pid == pid
+
+
+def at_each_request(proxy: DockerProxy, wrong: Wrong, ask: Callable[[], object], after: Callable[[bool], None]) -> int:
+    """``ask`` with its first, second, ... request going ``wrong``, until it makes no more of them; how many it made.
+    ``after`` is told whether it was answered."""
+    for at in count(1):
+        proxy.arm(at, wrong)
+        failed = None
+        try:
+            ask()
+        except BelayerError as why:
+            failed = why
+        hit, answered = proxy.hit, failed is None
+        assert failed is None or failed.code is not ErrorCode.BROKEN, f"{wrong} at {at} ({hit}): {failed}"
+        proxy.clear()
+        after(answered)
+        if not hit:
+            assert answered
+            return at - 1
+    raise AssertionError
+
+
+def running(host: EnvHost, sandbox_id: str) -> list[str]:
+    """Asked past the proxy."""
+    client = docker.APIClient("unix:///var/run/docker.sock")
+    try:
+        labels = [f"belayer={owner_of(host.paths)}", f"belayer.sandbox={sandbox_id}"]
+        return [row["Id"] for row in client.containers(filters={"label": labels})]
+    finally:
+        client.close()
+
+
+def lose(host: EnvHost, box: Sandbox) -> None:
+    os.kill(host.info(box.sandbox_id).pid, signal.SIGKILL)
+    eventually(lambda: host.info(box.sandbox_id).state == "lost", what="the death is seen")
+
+
+@pytest.mark.parametrize("wrong", Wrong)
+def test_create(host: EnvHost, proxy: DockerProxy, wrong: Wrong) -> None:
+    numbers = count()
+
+    def after(answered: bool) -> None:
+        if answered:
+            box = Sandbox.attach(f"{wrong}{at[0]}", paths=host.paths)
+            assert box.exec("echo here").stdout == "here\n"
+            box.destroy()
+
+    at = [0]
+
+    def ask() -> None:
+        at[0] = next(numbers)
+        host.create(name=f"{wrong}{at[0]}").close()
+
+    assert at_each_request(proxy, wrong, ask, after) >= 4
+
+
+@pytest.mark.parametrize("wrong", FEW)
+def test_restore(host: EnvHost, proxy: DockerProxy, box: Sandbox, wrong: Wrong) -> None:
+    """Lost, or back; never two lives, and a restore that failed may be asked for again."""
+    box.exec("X=41")
+    box.checkpoint()
+
+    def after(answered: bool) -> None:
+        if not answered:
+            assert host.info(box.sandbox_id).state == "lost"
+            box.restore()
+        assert box.exec("echo $X").stdout == "41\n"
+        eventually(lambda: len(running(host, box.sandbox_id)) == 1, what="one life")
+
+    def ask() -> None:
+        box.restore()
+
+    lose(host, box)
+
+    def again(answered: bool) -> None:
+        after(answered)
+        lose(host, box)
+
+    assert at_each_request(proxy, wrong, ask, again) >= 5
+
+
+@pytest.mark.parametrize("wrong", FEW)
+def test_fork(host: EnvHost, proxy: DockerProxy, box: Sandbox, wrong: Wrong) -> None:
+    box.checkpoint()
+    made: list[Sandbox] = []
+
+    def ask() -> None:
+        made.extend(box.fork(1))
+
+    def after(_answered: bool) -> None:
+        while made:
+            made.pop().destroy()
+
+    assert at_each_request(proxy, wrong, ask, after) >= 5
+
+
+@pytest.mark.parametrize("wrong", ONCE)
+def test_destroy(host: EnvHost, proxy: DockerProxy, wrong: Wrong) -> None:
+    """Told once, it is destroyed: what Docker would not remove is removed later."""
+    names = count()
+    name = [""]
+
+    def make() -> None:
+        name[0] = f"{wrong}-d{next(names)}"
+        host.create(name=name[0]).close()
+
+    def ask() -> None:
+        host.destroy(name[0])
+
+    def after(_answered: bool) -> None:
+        assert not [row for row in host.listed() if row == name[0] and host.info(row).state != "destroyed"]
+        eventually(lambda: running(host, name[0]) == [], what="it does not run")
+        make()
+
+    make()
+    assert at_each_request(proxy, wrong, ask, after) >= 1
+    host.destroy(name[0])
+
+
+@pytest.mark.parametrize("wrong", Wrong)
+def test_a_sandbox_lost_in_an_action_is_lost_whatever_docker_says(
+    host: EnvHost, proxy: DockerProxy, box: Sandbox, wrong: Wrong
+) -> None:
+    """Docker is asked why it died, for people: what it answers, or not, never takes the place of SandboxLost."""
+    seen: list[BelayerError] = []
+
+    def act() -> None:
+        try:
+            box.exec("sleep 1000")
+        except BelayerError as why:
+            seen.append(why)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    eventually(lambda: host.info(box.sandbox_id).state == "acting", what="the action runs")
+    proxy.arm(1, wrong)
+    os.kill(host.info(box.sandbox_id).pid, signal.SIGKILL)
+    thread.join(30)
+    assert not thread.is_alive()
+    assert isinstance(seen[0], SandboxLost), seen
+    assert "no checkpoint" in str(seen[0])
+    assert proxy.hit
+
+
+def test_checkpoints_and_actions_ask_docker_nothing(proxy: DockerProxy, box: Sandbox) -> None:
+    proxy.arm(1, Wrong.AWAY)
+    box.exec("X=1")
+    box.checkpoint()
+    assert box.exec("echo $X").stdout == "1\n"
+    assert proxy.seen == []
+
+
+def test_many_at_once_while_docker_is_away(host: EnvHost, proxy: DockerProxy) -> None:
+    """Each in a thread that has never spoken to Docker before."""
+    boxes = [host.create() for _ in range(6)]
+    for box in boxes:
+        box.checkpoint()
+        lose(host, box)
+    proxy.arm(1, Wrong.AWAY)
+    proxy.drop()
+    failed: list[BelayerError] = []
+
+    def restore(box: Sandbox) -> None:
+        try:
+            box.restore()
+        except BelayerError as why:
+            failed.append(why)
+
+    threads = [threading.Thread(target=restore, args=(box,)) for box in boxes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [why.code for why in failed] == [ErrorCode.HOST_UNFIT] * 6, failed
+    assert proxy.hit
+    proxy.clear()
+    for box in boxes:
+        box.restore()
+        assert box.exec("echo here").stdout == "here\n"
+        box.destroy()
+
+
+def test_docker_that_is_started_again_between_two_requests_is_not_noticed(
+    host: EnvHost, proxy: DockerProxy, box: Sandbox
+) -> None:
+    proxy.drop()
+    other = host.create()
+    other.destroy()
+    assert box.exec("echo here").stdout == "here\n"
+
+
+def test_what_docker_was_left_with_is_removed_without_another_start(host: EnvHost) -> None:
+    """Containers whose making was answered by nothing, or whose removal failed, in all the tests above."""
+    eventually(lambda: (host.listed(), host.containers()) == ([], []), within=90, what="nothing is left", every=0.5)
