@@ -3,7 +3,7 @@
 --fake runs all of it here on the CPU over the fake driver (a minute; no figure means anything for a GPU), --look says
 what of the needed packages is missing, --pack FILE writes a tar to carry. Results grow in OUT/results.jsonl, a line per
 stage; at the end come OUT/summary.json and OUT/report.md. Exit 0: every check held; 1: one did not; 2: this host
-cannot."""
+cannot. A stage that cannot be tried here is skipped by name (S7 without --model, or without vLLM for CUDA)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from belayer.clock import Stopwatch, monotonic
 from belayer.errors import BelayerError, HostUnfit
-from benchmarks.h200 import aftermath, failures, pack, stages
+from benchmarks.h200 import aftermath, failures, pack, stages, vllm_stage
 from benchmarks.h200.bench import Bench
 from benchmarks.h200.plan import named
 from benchmarks.h200.record import Record, Stage, StageTimeout, within
@@ -35,7 +36,9 @@ WORK: dict[str, Work] = {
     "S4": failures.failures,
     "S5": aftermath.baselines,
     "S6": aftermath.owner_death,
+    "S7": vllm_stage.worker,
 }
+WITH_MODEL = ("S0", "S7")  # an engine of vLLM takes its own minutes, and the whole card
 FAKE_BYTES = 2 << 30
 NEEDS = {"S2": "S1", "S3": "S2", "S4": "S2", "S5": "S2", "S6": "S2"}  # what must not have broken off
 
@@ -74,7 +77,7 @@ def run(bench: Bench, record: Record, work: Mapping[str, Work]) -> bool:
         if stage.error:
             broken.add(name)
         record.keep(stage, watch)
-        print(f"{name}: {'passed' if stage.passed() else 'FAILED'} in {stage.seconds:.1f} s {stage.error}", flush=True)
+        print(f"{name}: {stage.verdict()} in {stage.seconds:.1f} s {stage.error}", flush=True)
     return record.finish()
 
 
@@ -90,6 +93,7 @@ def main() -> int:
     parser.add_argument("--fake", action="store_true", help="on the CPU, over the fake driver")
     parser.add_argument("--shape", choices=("8b", "4b"), default="8b", help="size of the decoder")
     parser.add_argument("--kv-gb", type=float, default=40.0, help="size of the KV arena in GB")
+    parser.add_argument("--model", type=Path, help="only S0 and S7: vLLM over this Hugging Face folder")
     parser.add_argument("--out", type=Path, default=Path("h200-results"), help="folder of the results")
     parser.add_argument("--look", action="store_true", help="only say which packages are missing")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="only write a tar of what is needed")
@@ -101,7 +105,7 @@ def main() -> int:
         return 0
     plan_name = "fake" if args.fake else f"{args.shape}:{args.kv_gb}"
     spec = f"fake:h200check{os.getpid()}:{FAKE_BYTES}" if args.fake else REAL
-    plan = named(plan_name)
+    plan = replace(named(plan_name), model=args.model.resolve() if args.model else None)
     try:
         oneshot.make(spec, 0, ())
     except HostUnfit as why:
@@ -110,7 +114,7 @@ def main() -> int:
     about = {"fake": args.fake, "machine": machine(), "versions": package_versions(), "plan": plan.as_dict()}
     record, bench = Record(args.out, about), Bench(plan, plan_name, spec)
     try:
-        passed = run(bench, record, WORK)
+        passed = run(bench, record, {name: WORK[name] for name in WITH_MODEL} if args.model else WORK)
     finally:
         bench.end()
     print((args.out / "report.md").read_text())

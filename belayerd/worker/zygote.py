@@ -234,7 +234,7 @@ def main() -> int:
         on_gpu = [slot.name for slot in config.slot if slot.device != "cpu"]
         if on_gpu:
             raise HostUnfit(
-                f"slots {on_gpu} name a GPU, and the adapter of this build drives vLLM's CPU engine only",
+                f"slots {on_gpu} name a GPU: no worker of this build has ever run on one, and weights do not reach one",
                 kept="nothing was started",
                 remedy="docs/h200.md says what of the GPU path is built",
             )

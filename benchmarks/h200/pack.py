@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.h200.bench import TREE
 
-PACKAGES = ("belayer", "gpuowner", "benchmarks")
+PACKAGES = ("belayer", "gpuowner", "belayerd", "benchmarks")
 FILES = ("pyproject.toml", "LICENSE", "docs/h200.md")
 # What the check imports beyond the standard library; bring a wheel where `python -m benchmarks.h200_check --look`
 # misses it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 GRAIN = 2 << 20  # bytes; sizes of allocations are multiples
 CHUNK = 64 << 20  # bytes of scratch that a standby's KV addresses lead to
@@ -63,7 +64,8 @@ class Shape:
 @dataclass(frozen=True)
 class Plan:
     """``tokens``: of the unfailed run that others are compared with; ``fault_at``, ``after``: tokens of a stream before
-    a fault and after it. ``faults``: kind -> how often. ``hang_s``: silence that counts as a hang."""
+    a fault and after it. ``faults``: kind -> how often. ``hang_s``: silence that counts as a hang. ``model``: a
+    Hugging Face folder for vLLM's engine (S7)."""
 
     fake: bool
     shape: Shape
@@ -79,9 +81,10 @@ class Plan:
     hang_s: float
     deadlines: dict[str, float]
     total_s: float
+    model: Path | None = None
 
     def as_dict(self) -> dict[str, object]:
-        return asdict(self)
+        return {**asdict(self), "model": str(self.model or "")}
 
 
 SHAPES = {
@@ -89,7 +92,7 @@ SHAPES = {
     "4b": Shape(36, 2560, 32, 8, 128, 9728, 151936, 8, 1024, "bfloat16"),
     "tiny": Shape(2, 64, 4, 2, 16, 128, 512, 2, 96, "float32"),
 }
-STAGES = ("S0", "T1", "S1", "S2", "S3", "S4", "S5", "S6")
+STAGES = ("S0", "T1", "S1", "S2", "S3", "S4", "S5", "S6", "S7")
 
 
 def real(shape: str, kv_gb: float) -> Plan:
@@ -109,7 +112,7 @@ def real(shape: str, kv_gb: float) -> Plan:
         overhead_s=5.0,
         lifetime_bytes=2 << 30,
         hang_s=1.0,
-        deadlines={"S0": 15, "T1": 40, "S1": 60, "S2": 60, "S3": 60, "S4": 160, "S5": 120, "S6": 60},
+        deadlines={"S0": 15, "T1": 40, "S1": 60, "S2": 60, "S3": 60, "S4": 160, "S5": 120, "S6": 60, "S7": 300},
         total_s=395.0,
     )
 

@@ -40,13 +40,14 @@ def within(seconds: float, what: str) -> Iterator[None]:
 @dataclass
 class Stage:
     """``checks``: what decides, by name. ``figures``: name -> (unit, values); ``facts``: anything else worth
-    keeping."""
+    keeping. ``skipped``: why nothing was tried here; it neither passes nor fails the run."""
 
     name: str
     checks: dict[str, bool] = field(default_factory=dict)
     figures: dict[str, tuple[str, list[float]]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    skipped: str = ""
     seconds: float = 0.0
 
     def check(self, name: str, holds: bool, detail: Any = None) -> None:
@@ -59,13 +60,17 @@ class Stage:
         self.figures.setdefault(name, (unit, []))[1].append(round(value, 4))
 
     def passed(self) -> bool:
-        return not self.error and bool(self.checks) and all(self.checks.values())
+        return not self.error and bool(self.checks or self.skipped) and all(self.checks.values())
+
+    def verdict(self) -> str:
+        return f"skipped ({self.skipped})" if self.skipped else "passed" if self.passed() else "FAILED"
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "stage": self.name,
             "passed": self.passed(),
             "error": self.error,
+            "skipped": self.skipped,
             "seconds": round(self.seconds, 2),
             "checks": self.checks,
             "figures": {name: {"unit": unit, "values": values} for name, (unit, values) in self.figures.items()},
@@ -114,7 +119,7 @@ class Record:
         lines += ["| stage | passed | s | checks that hold | error |", "|---|---|---|---|---|"]
         for stage in self.stages:
             held = f"{sum(stage.checks.values())} of {len(stage.checks)}"
-            verdict = "yes" if stage.passed() else "**no**"
+            verdict = stage.verdict() if stage.skipped else "yes" if stage.passed() else "**no**"
             lines.append(f"| {stage.name} | {verdict} | {stage.seconds:.1f} | {held} | {stage.error} |")
         lines += ["", "| stage | figure | unit | n | median | min | max |", "|---|---|---|---|---|---|---|"]
         for stage in self.stages:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
+from belayer.config import Model, Slot
 from belayer.errors import BelayerError, Fenced, HostUnfit, Refused, WeightsBroken, WorkerFailed
 from belayer.heartbeat import Beat
 from belayer.messages import owner as o
@@ -25,6 +26,7 @@ from belayer.messages import worker as w
 from belayer.messages.common import Done
 from belayerd.worker.adapter import gpu_checks, gpu_loader, gpu_seat, gpu_sleep
 from belayerd.worker.adapter.device import CpuDevice, GpuDevice
+from belayerd.worker.adapter.gpu_engine import gpu_engine_args
 from belayerd.worker.adapter.gpu_kv import AnswerKv
 from belayerd.worker.adapter.gpu_pools import PARKED, Pools
 from belayerd.worker.adapter.gpu_standby import ORDER, stand_by
@@ -377,7 +379,7 @@ def sealed_weights() -> tuple[dict[str, o.TensorSpec], dict[str, torch.Tensor], 
     return specs, tensors, upload(SPEC, 0, source.reader_fd(), at)
 
 
-class Model(nn.Module):  # type: ignore[misc]
+class Net(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(64, 96)
@@ -406,7 +408,7 @@ Seated = tuple[gpu_seat.GpuSeat, Owner, dict[str, torch.Tensor]]
 
 def test_row_28_parameters_are_the_owners_bytes_and_buffers_are_private_over_cuda(seat: Seated) -> None:
     taken, _, tensors = seat
-    model = Model()
+    model = Net()
     bound = gpu_loader.bind(model, taken.weights, on_host)
     gpu_loader.assert_inside(model, taken.weights)
     assert (bound.views, [copy.name for copy in bound.copies]) == (2, [BUFFER])
@@ -432,7 +434,7 @@ def test_a_model_that_wants_other_tensors_is_refused_by_name(seat: Seated) -> No
     taken, _, _ = seat
     with pytest.raises(WeightsBroken, match=r"0\.weight, which the owner does not hold"):
         gpu_loader.bind(nn.Sequential(nn.Linear(2, 2)), taken.weights, on_host)
-    odd = Model()
+    odd = Net()
     odd.linear.weight = nn.Parameter(torch.zeros(96, 64, dtype=torch.float16))
     with pytest.raises(WeightsBroken, match=r"linear\.weight: the engine wants .*float16"):
         gpu_loader.bind(odd, taken.weights, on_host)
@@ -571,6 +573,13 @@ def test_the_gpu_worker_class_answers_each_pool_that_vllm_asks_for(seat: Seated)
         pass
     with pytest.raises(Refused, match="not a tag"):
         worker._maybe_get_memory_pool_context("unheard of")
+
+
+def test_a_gpu_engine_captures_graphs_and_uses_no_allocator_but_ours() -> None:
+    args = gpu_engine_args(Model(name="m", path="/m"), Slot(name="slot0", model="m", device="gpu"))
+    assert (args.load_format, args.worker_cls.rpartition(".")[2]) == ("belayer_gpu", BelayerGpuWorker.__name__)
+    assert (args.enforce_eager, args.enable_sleep_mode, args.enable_cumem_allocator) == (False, False, False)
+    assert "DECODE" in args.compilation_config.cudagraph_mode.name
 
 
 @pytest.mark.parametrize("broken", ["", *ORDER])
