@@ -8,6 +8,7 @@ announces a deadline before it begins; the watcher is silent until that has pass
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class Beat:
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """``age_s``: seconds since the watcher last saw a change; ``pulse`` is None before the first beat."""
+    """``age_s``: seconds of watching since the last change was seen; ``pulse`` is None before the first beat."""
 
     age_s: float
     pulse: Pulse | None
@@ -61,8 +62,15 @@ class Watch:
         self._changed_at = now
         self._pulse: Pulse | None = None
         self._step_at = now
+        self._looked_at = now
 
-    def observe(self, now: float) -> Observation:
+    def observe(self, now: float, gap_s: float = math.inf) -> Observation:
+        """``gap_s``: how much of the time since the last look counts. Where the whole host stood still, or the watcher
+        had no core, nobody can say whether the worker could have beaten."""
+        unwatched = max(0.0, now - self._looked_at - gap_s)
+        self._looked_at = now
+        self._changed_at += unwatched
+        self._step_at += unwatched
         try:
             stat = self._path.stat()
         except FileNotFoundError:

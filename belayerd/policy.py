@@ -69,6 +69,11 @@ _STARVED = 10.0
 _WANTS_CPU = frozenset("RD")
 
 
+def gap(limits: Limits) -> float:
+    """Seconds between two looks that count as watched; a longer gap is the watcher's own, not the worker's silence."""
+    return limits.hang_limit_s / 4
+
+
 def hang(seen: Observation, vital: Vital, limits: Limits) -> str:
     """Why this heartbeat means a hang, or "". Before the first beat the start deadline rules.
 

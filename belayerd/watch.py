@@ -38,18 +38,24 @@ class Watched:
 
     def look(self, now: float, limits: policy.Limits) -> None:
         """One look at the heartbeat; tells once."""
-        self.seen = self._watch.observe(now)
-        if self.seen.age_s == 0.0:
-            self._cpu_at_change = procs.cpu_s(self.ref.pid)
+        self._observe(now, limits)
         if self._told:
             return
         hung = policy.hang(self.seen, self._vital(limits), limits)
         if hung:
+            # Once more: a starved loop that beats and falls asleep between the two looks has beaten.
+            self._observe(now, limits)
+        if hung and self.seen.age_s > 0.0:
             self._tell(Cause.HANG, hung)
             return
         stuck = policy.stuck(self.seen, limits)
         if stuck:
             self._tell(Cause.STUCK, stuck)
+
+    def _observe(self, now: float, limits: policy.Limits) -> None:
+        self.seen = self._watch.observe(now, policy.gap(limits))
+        if self.seen.age_s == 0.0:
+            self._cpu_at_change = procs.cpu_s(self.ref.pid)
 
     def _vital(self, limits: policy.Limits) -> policy.Vital:
         """Asked of /proc only when the beat is late: the usual look costs one stat(2)."""

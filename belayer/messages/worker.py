@@ -8,7 +8,8 @@ import msgspec
 
 from belayer.messages.common import Done, ErrorReply, Message, Ping, Pong
 
-PAUSED = "paused"  # phase of a heartbeat
+# Phases of a heartbeat: paused by belayerd for an update of the weights; by whoever called the engine's own pause.
+PAUSED, HELD = "paused", "paused by a call"
 
 
 class WorkerState(StrEnum):

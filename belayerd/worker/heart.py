@@ -43,12 +43,13 @@ class Heart:
             self.phase = phase
             self._write(now, 0.0)
 
-    def hold(self, running: int, waiting: int) -> None:
+    def hold(self, running: int, waiting: int, phase: str = PAUSED) -> None:
         """One turn without a step, on purpose: the beat says so, since requests that stand still are no fault here."""
         self.running, self.waiting = running, waiting
         now = monotonic()
-        if self.phase != PAUSED or now - self._last >= EVERY_S:
-            self.phase = PAUSED
+        self._announced_until = 0.0
+        if self.phase != phase or now - self._last >= EVERY_S:
+            self.phase = phase
             self._write(now, self._hang_limit_s)
 
     def step_begins(self, tokens: int) -> None:

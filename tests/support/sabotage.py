@@ -2,18 +2,22 @@
 
     python -m tests.support.sabotage ARGUMENTS OF THE ZYGOTE
 
-The file holds the name of a control message (``CheckOracle``) or ``stuck``; without it the workers are ordinary ones.
-What the message does instead is what a broken device, owner or cache would make of it.
+The file holds the name of a control message (``CheckOracle``) or a word; without it the workers are ordinary ones.
+What the message does instead is what a broken device, owner or cache would make of it. Once, in whichever main comes
+first, and said by the file ``sabotage.begun``, which names its slot: ``stuck``, ``stall SECONDS`` (asleep), ``spin
+SECONDS`` (on a core), ``phase SECONDS`` (asleep, and announced, as a first shape that is compiled).
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from typing import Any
 
 import msgspec
 
+from belayer.clock import monotonic
 from belayer.errors import LeaseRefused, WorkerFailed
 from belayer.messages import worker as m
 from belayer.paths import Paths
@@ -45,9 +49,30 @@ def saboteur() -> Any:
             raise WorkerFailed(f"{type(message).__name__} fails on purpose")
 
         def _take_messages(self) -> None:
-            if asked(Paths()) == "stuck":
+            words = asked(Paths())
+            if words == "stuck" and self._core.has_work() and self._begun():
                 setattr(self._core, "turn", lambda: False)  # noqa: B010 - goes round and round, and never schedules
+            elif words.startswith(("stall ", "spin ", "phase ")) and self._core.has_work() and self._begun():
+                self._stall(*words.split())
             super()._take_messages()
+
+        def _begun(self) -> bool:
+            """True for the first that comes."""
+            flag = Paths().run / "sabotage.begun"
+            try:
+                with flag.open("x") as said:
+                    said.write(self._standing.slot)
+            except FileExistsError:
+                return False
+            return True
+
+        def _stall(self, kind: str, seconds: str) -> None:
+            end = monotonic() + float(seconds)
+            if kind == "phase":
+                self._heart.announce("first shape", 6 * float(seconds))
+            while kind == "spin" and monotonic() < end:
+                pass
+            threading.Event().wait(end - monotonic())
 
     return Saboteur
 

@@ -46,6 +46,12 @@ def test_a_loop_that_makes_no_step_is_stuck_outside_announced_phases() -> None:
     assert stuck(seen(0.0, deadline=30.0, flat=11.0), LIMITS) == ""
 
 
+def test_a_gap_between_looks_is_far_below_a_hang() -> None:
+    """So that no gap alone, however long, can be taken for one (tests/unit/test_worker_heart.py)."""
+    assert 0 < policy.gap(LIMITS) < LIMITS.hang_limit_s / 2
+    assert hang(seen(policy.gap(LIMITS)), Vital("S", 0), LIMITS) == ""
+
+
 def test_backoff_doubles_and_is_capped() -> None:
     assert [backoff(n, LIMITS) for n in (1, 2, 3, 10)] == [1.0, 2.0, 4.0, 60.0]
     assert [gives_up(n, LIMITS) for n in (2, 3)] == [False, True]

@@ -8,6 +8,7 @@ import pytest
 
 from belayer.clock import monotonic
 from belayer.heartbeat import Beat, Pulse, Watch
+from belayer.messages.worker import HELD, PAUSED
 from belayerd.worker.heart import Heart
 
 
@@ -69,3 +70,29 @@ def test_a_long_phase_name_still_fits_the_block(file: Path) -> None:
     heart.announce("x" * 500, 1.0)
     assert len(file.read_bytes()) == 256
     assert pulse(file).phase == "x" * 64
+
+
+@pytest.mark.parametrize("phase", [PAUSED, HELD])
+def test_requests_that_stand_still_on_purpose_are_said_to(file: Path, phase: str) -> None:
+    """Whoever pauses, belayerd or a trainer by vLLM's own call: the counter may stand still for hours."""
+    heart = Heart(Beat(file), hang_limit_s=1.0)
+    heart.step_begins(1)
+    heart.turn("step", 3, 0)
+    heart.hold(3, 2, phase)
+    said = pulse(file)
+    assert (said.phase, said.running, said.waiting, said.deadline_s) == (phase, 3, 2, 1.0)
+    heart.turn("idle", 3, 2)
+    assert pulse(file).deadline_s == 0.0, "from here on a loop that makes no step is stuck"
+
+
+def test_only_watched_time_is_silence(file: Path) -> None:
+    """A host that stood still, watcher and all, for an hour: what counts is the time in which somebody looked."""
+    beat, watch = Beat(file), Watch(file, now=0.0)
+    beat.beat("step", step=1, waiting=0, running=1, tokens=1)
+    assert watch.observe(0.1, gap_s=0.5).age_s == 0.0
+    seen = watch.observe(3600.0, gap_s=0.5)
+    assert seen.age_s == pytest.approx(0.5)
+    assert seen.steps_flat_s == pytest.approx(0.5)
+    for look in range(1, 11):  # a slow watcher is late, and not blind
+        seen = watch.observe(3600.0 + look, gap_s=0.5)
+    assert seen.age_s == pytest.approx(5.5)

@@ -52,6 +52,7 @@ HOOKED: Hooked = (
     ("vllm.v1.request", "Request.from_engine_core_request", ("request", "block_hasher")),
     ("vllm.v1.request", "Request.append_output_token_ids", ("token_ids",)),
     ("vllm.v1.engine.core", "EngineCore.reset_prefix_cache", ("reset_running_requests",)),
+    ("vllm.v1.engine.core", "EngineCore.is_scheduler_paused", ()),
     ("vllm.v1.engine.core", "EngineCoreProc._handle_client_request", ("request_type", "request")),
     ("vllm.v1.engine.core", "EngineCoreProc._process_engine_step", ()),
     ("vllm.v1.engine.core", "EngineCoreProc._notify_idle_state_callbacks", ()),

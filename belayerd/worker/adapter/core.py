@@ -182,6 +182,10 @@ class Core(EngineCoreProc):
         self._notify_idle_state_callbacks()
         return False
 
+    def held(self) -> bool:
+        """Whether whoever called the engine's own pause keeps it from every step: requests may wait for hours."""
+        return bool(self.is_scheduler_paused()) and not self.has_work()
+
     def counts(self) -> tuple[int, int]:
         """(running, waiting)."""
         running, waiting = self.scheduler.get_request_counts()
