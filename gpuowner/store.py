@@ -13,11 +13,13 @@ import sys
 from pathlib import Path
 
 from belayer.errors import HostUnfit
+from belayer.procs import wait_dead
 from belayer.seqpacket import recv_fds
 from gpuowner import holder
 from gpuowner.keeping import StoreLost
 
 _ANSWER_S = 2.0  # a holder that takes longer hangs, and holds the owner up meanwhile
+_END_S = 10.0  # the kernel may have gigabytes to give back
 _LISTEN_FDS_START = 3  # sd_listen_fds(3)
 
 Found = dict[str, int]
@@ -81,8 +83,19 @@ class HolderStore:
         return found
 
     def end(self) -> None:
-        """End it: what no process has open any more is gone."""
-        self._ask(b"E", [])
+        """End it, and see it dead: its socket and what no process has open any more are gone. Raises StoreLost."""
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError as why:
+            raise StoreLost(f"the holder at {self._path} (pid {self.pid}) has ended already") from why
+        try:
+            self._ask(b"E", [])
+            if wait_dead([pidfd], _END_S):
+                raise StoreLost(
+                    f"the holder at {self._path} (pid {self.pid}) is not dead {_END_S:g} s after its answer"
+                )
+        finally:
+            os.close(pidfd)
 
     def _ask(self, request: bytes, fds: list[int]) -> None:
         try:
