@@ -137,6 +137,26 @@ class Scene:
         assert seen.stdout in ("1\n/data: OK\n", "after\n/data: OK\n")
         self.box.checkpoint()
 
+    def mend(self) -> None:
+        """Docker, its containerd, the daemon and the sandbox run again, whatever the last test did to them."""
+        self.points.clear()
+        self.docker.mend()
+        process = self.host.process
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGCONT)
+        else:
+            self.host.restart()
+        listed = self.host.listed()
+        if self.box.sandbox_id not in listed or self.info().state not in ("running", "lost"):
+            self.box = self._new()
+        elif self.info().state == "lost":
+            self.box.close()
+            self.box = Sandbox.attach(self.box.sandbox_id, paths=self.host.paths)
+            self.box.restore()
+        for name in listed:
+            if name != self.box.sandbox_id and self.host.info(name).state != "destroyed":
+                self.host.destroy(name)
+
     def nothing_left(self, host: EnvHost) -> None:
         info = self.info()
         home = host.paths.checkpoints
@@ -169,7 +189,7 @@ def docker() -> Iterator[PrivateDocker]:
 
 
 @pytest.fixture(scope="module")
-def scene(docker: PrivateDocker) -> Iterator[Scene]:
+def stage(docker: PrivateDocker) -> Iterator[Scene]:
     with tempfile.TemporaryDirectory(prefix="bl-") as folder:
         points = Failpoints(Path(folder) / "points")
         host = EnvHost.start(Path(folder), "keep_checkpoints = 2\n", docker.url, points.env)
@@ -179,6 +199,16 @@ def scene(docker: PrivateDocker) -> Iterator[Scene]:
             found.box.close()
         finally:
             host.stop()
+
+
+@pytest.fixture
+def scene(stage: Scene) -> Iterator[Scene]:
+    """The scene, working: what a test before has left broken fails that test alone. A daemon that ended by itself fails
+    the test that it ended in, with its last words."""
+    stage.mend()
+    yield stage
+    code = stage.host.process.poll()
+    assert code in (None, -signal.SIGKILL), f"envkeeper ended by itself with {code}: {stage.host.tail()}"
 
 
 def test_every_point_is_in_one_of_the_lists() -> None:

@@ -168,14 +168,14 @@ def test_docker_fails_at_each_request_of_a_checkpoint(docker: PrivateDocker, wro
             box = host.create()
             box.exec("X=41")
             box.checkpoint()
+            failed: ErrorCode | None = None
             for at in range(1, 20):
                 proxy.arm(at, wrong)
+                failed = None
                 try:
                     box.checkpoint()
                 except BelayerError as why:
                     failed = why.code
-                else:
-                    failed = None
                 hit = proxy.hit
                 proxy.clear()
                 assert host.answers()

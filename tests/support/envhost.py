@@ -54,7 +54,7 @@ class EnvHost:
         eventually(self.answers, within=60, what=f"envkeeper answers; see {self.root}/envkeeper.log", every=0.05)
 
     def answers(self) -> bool:
-        assert self.process.poll() is None, (self.root / "envkeeper.log").read_text()[-3000:]
+        assert self.process.poll() is None, self.tail()
         try:
             return call_sync(self.paths.envkeeper_sock, Ping(), Pong, 0.5).pid == self.process.pid
         except BelayerError:
@@ -75,9 +75,14 @@ class EnvHost:
         call_sync(self.paths.envkeeper_sock, DestroySandbox(sandbox_id=sandbox_id), Done, 60)
 
     def kill(self) -> None:
-        """SIGKILL to the daemon, and proof that it is gone."""
+        """SIGKILL to the daemon, and proof that it is gone by that."""
         self.process.send_signal(signal.SIGKILL)
-        assert self.process.wait(10) == -signal.SIGKILL
+        code = self.process.wait(10)
+        assert code == -signal.SIGKILL, f"it had ended by itself with {code}: {self.tail()}"
+
+    def tail(self) -> str:
+        """The last words of the daemon."""
+        return (self.root / "envkeeper.log").read_text(errors="replace")[-4000:]
 
     def restart(self) -> None:
         assert self.process.poll() is not None

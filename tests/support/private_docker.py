@@ -52,7 +52,7 @@ class PrivateDocker:
 
     def start_containerd(self) -> None:
         self.containerd = self._spawn("containerd", "--config", str(self.root / "containerd.toml"))
-        eventually(self._address.exists, within=30, what=f"containerd listens; see {self.root}/containerd.log")
+        eventually(self._serves, within=60, what=f"containerd serves; see {self.root}/containerd.log", every=0.05)
 
     def start_dockerd(self) -> None:
         (self.root / "d.pid").unlink(missing_ok=True)  # a killed dockerd leaves it, and a new one then refuses
@@ -60,6 +60,18 @@ class PrivateDocker:
             "dockerd", "--config-file", str(self.root / "daemon.json"), "--containerd", str(self._address)
         )
         eventually(self.answers, within=60, what=f"dockerd answers; see {self.root}/dockerd.log", every=0.05)
+
+    def mend(self) -> None:
+        """Start again what does not run."""
+        if self.containerd is None or self.containerd.poll() is not None:
+            self.start_containerd()
+        if self.dockerd is None or self.dockerd.poll() is not None:
+            self.start_dockerd()
+
+    def _serves(self) -> bool:
+        """Its socket is there long before anybody is served."""
+        ask = [self._program("ctr"), "--address", str(self._address), "--connect-timeout", "1s", "version"]
+        return subprocess.run(ask, capture_output=True, check=False, timeout=30).returncode == 0
 
     def client(self) -> docker.APIClient:
         return docker.APIClient(base_url=self.url, timeout=60, version="auto")
@@ -137,14 +149,20 @@ class PrivateDocker:
         shutil.rmtree(self.root)
 
     def _spawn(self, program: str, *args: str) -> subprocess.Popen[bytes]:
-        path = os.environ["PATH"] if self.binaries is None else f"{self.binaries}:{os.environ['PATH']}"
-        found = shutil.which(program, path=path)
-        assert found, f"no {program} on {path}"
-        env = {**os.environ, "PATH": path, "TMPDIR": str(self.root / "tmp")}
+        found = self._program(program)
+        env = {**os.environ, "PATH": self._path(), "TMPDIR": str(self.root / "tmp")}
         # In a network namespace of its own: a dockerd without a bridge removes the host's docker0 when it starts.
         apart = ["unshare", "--net"] if program == "dockerd" else []
         with (self.root / f"{program}.log").open("ab") as log:
             return subprocess.Popen([*apart, found, *args], env=env, stdout=log, stderr=log, start_new_session=True)
+
+    def _path(self) -> str:
+        return os.environ["PATH"] if self.binaries is None else f"{self.binaries}:{os.environ['PATH']}"
+
+    def _program(self, name: str) -> str:
+        found = shutil.which(name, path=self._path())
+        assert found, f"no {name} on {self._path()}"
+        return found
 
     def _write_config(self) -> None:
         toml = f'version = 2\nroot = "{self.root}/cr"\nstate = "{self.root}/cs"\n'
