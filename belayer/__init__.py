@@ -3,8 +3,8 @@
 Nothing here imports a daemon. Import arrows point down only (tests/unit/test_imports.py):
 ``belayer <- gpuowner <- belayerd.worker``, and belayerd, envkeeper and belayerctl each import belayer only.
 
-Users need ``belayer.Sandbox``, ``belayer.Trajectory`` and ``belayer.SandboxLost``; they are looked up on first use, so
-that ``import belayer`` in a daemon costs nothing.
+Users need ``belayer.Sandbox``, ``belayer.Trajectory``, ``belayer.SandboxLost`` and ``belayer.Trainer``; they are looked
+up on first use, so that ``import belayer`` in a daemon costs nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ if TYPE_CHECKING:
     from belayer.errors import SandboxLost
     from belayer.rollout import Trajectory
     from belayer.sandbox import Sandbox
+    from belayer.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Sandbox", "SandboxLost", "Trajectory", "__version__"]
+__all__ = ["Sandbox", "SandboxLost", "Trainer", "Trajectory", "__version__"]
 
-_HOMES = {"Sandbox": "belayer.sandbox", "SandboxLost": "belayer.errors", "Trajectory": "belayer.rollout"}
+_HOMES = {
+    "Sandbox": "belayer.sandbox",
+    "SandboxLost": "belayer.errors",
+    "Trainer": "belayer.trainer",
+    "Trajectory": "belayer.rollout",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -44,7 +44,6 @@ from belayer.rpc import SyncClient
 _CALL_S = 10.0
 _ASK_S = 0.1  # while a collective runs, belayerd is asked this often
 _GLANCE_S = 0.002
-_EXPLAIN_S = 10.0  # a closed connection is seen before the handover that explains it has ended
 
 
 class Work(Protocol):
@@ -58,14 +57,15 @@ class Trainer:
     """``members``: who serves, as of the last word of belayerd. Survives belayerd's death: what is owed is on disk.
 
     Registering begins a new life of ``name``: earlier ones are fenced, what they were owed is settled. Raises Refused
-    for a model without slots, DaemonUnreachable.
+    for a model without slots, DaemonUnreachable. ``watched``: forgotten when this process has ended; False where
+    belayerd cannot see it (a container with PIDs of its own), and then ``close`` is the only end.
     """
 
-    def __init__(self, model: str, *, name: str, paths: Paths | None = None) -> None:
+    def __init__(self, model: str, *, name: str, paths: Paths | None = None, watched: bool = True) -> None:
         self.model, self.name = model, name
         self._client = SyncClient((paths or Paths()).belayerd_sock)
-        me = os.getpid()
-        message = RegisterTrainer(trainer=name, model=model, pid=me, start_time=procs.start_time(me))
+        me = os.getpid() if watched else 0
+        message = RegisterTrainer(trainer=name, model=model, pid=me, start_time=procs.start_time(me) if me else 0)
         reply = self._client.call(message, TrainerRegistered, _CALL_S)
         self.epoch, self.members = reply.epoch, reply.members
 
@@ -103,9 +103,11 @@ class Trainer:
     def _end(self, within_s: float) -> None:
         self._client.call(EndWeightsUpdate(model=self.model), WeightsUpdated, within_s + _CALL_S)
 
-    def wait(self, work: Work, within_s: float) -> None:
+    def wait(self, work: Work, within_s: float, *, explain_s: float = 30.0) -> None:
         """Until the collective has ended. Raises MemberReplaced as soon as a main was replaced, though the collective
-        hangs; GroupBroken when it failed without that, or has not ended after ``within_s`` seconds."""
+        hangs; GroupBroken when it failed without that, or has not ended after ``within_s`` seconds. ``explain_s``: how
+        long a failed one waits, inside that bound, for the handover that explains it: a closed connection is seen
+        first."""
         end, pause, ask = monotonic() + within_s, threading.Event(), 0.0
         while not work.is_completed():
             now = monotonic()
@@ -118,7 +120,7 @@ class Trainer:
         try:
             work.wait()
         except RuntimeError as why:  # torch.distributed raises nothing narrower
-            self._raise_replaced(min(_EXPLAIN_S, max(end - monotonic(), 0.0)))
+            self._raise_replaced(min(explain_s, max(end - monotonic(), 0.0)))
             raise GroupBroken(f"the collective failed: {why}", remedy="make the group anew") from why
 
     def _raise_replaced(self, within_s: float) -> None:

@@ -88,11 +88,7 @@ class Trainers:
     def sweep(self) -> None:
         """Forget trainers whose process has ended: they would block every update for ever."""
         named = [trainer for trainer in self._ledger.trainers.values() if trainer.pid]
-        alive = [
-            trainer.name
-            for trainer in named
-            if procs.start_time(trainer.pid) == trainer.start_time and procs.state(trainer.pid) not in ("", "Z")
-        ]
+        alive = [trainer.name for trainer in named if _lives(trainer.pid, trainer.start_time)]
         gone = replacements.dead(self._ledger, alive)
         if gone:
             self._log.info("trainers have ended", trainers=gone)
@@ -126,6 +122,11 @@ class Trainers:
     def _register(self, message: RegisterTrainer) -> TrainerRegistered:
         if not is_name(message.trainer) or message.trainer == COMMAND:
             raise Refused(f"{message.trainer!r} is no name of a trainer", remedy="1-48 of a-z 0-9 _ . -")
+        if message.pid and not _lives(message.pid, message.start_time):
+            raise Refused(
+                f"trainer {message.trainer!r} is not process {message.pid} as belayerd sees it",
+                remedy="a container with PIDs of its own: Trainer(..., watched=False)",
+            )
         members = self._members(message.model)
         if not members:
             known = sorted({slot.model for slot in self._slots})
@@ -181,6 +182,10 @@ class Trainers:
                     self._take(replacements.acknowledged(self._ledger, COMMAND, trainer.epoch, slot, generation))
             else:
                 await asyncio.sleep(self._again_s)
+
+
+def _lives(pid: int, start_time: int) -> bool:
+    return procs.start_time(pid) == start_time and procs.state(pid) not in ("", "Z")
 
 
 def _view(trainer: replacements.Trainer) -> TrainerView:

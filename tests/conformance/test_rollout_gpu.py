@@ -575,8 +575,8 @@ def test_the_gpu_worker_class_answers_each_pool_that_vllm_asks_for(seat: Seated)
         worker._maybe_get_memory_pool_context("unheard of")
 
 
-def test_a_gpu_engine_captures_graphs_and_uses_no_allocator_but_ours() -> None:
-    args = gpu_engine_args(Model(name="m", path="/m"), Slot(name="slot0", model="m", device="gpu"))
+def test_a_gpu_engine_captures_graphs_and_uses_no_allocator_but_ours(tmp_path: Path) -> None:
+    args = gpu_engine_args(Model(name="m", path=str(tmp_path)), Slot(name="slot0", model="m", device="gpu"))
     assert (args.load_format, args.worker_cls.rpartition(".")[2]) == ("belayer_gpu", BelayerGpuWorker.__name__)
     assert (args.enforce_eager, args.enable_sleep_mode, args.enable_cumem_allocator) == (False, False, False)
     assert "DECODE" in args.compilation_config.cudagraph_mode.name

@@ -190,6 +190,10 @@ def test_a_wait_hears_of_a_replacement_at_once_and_other_names_are_refused(tmp_p
         reply = await waiting
         assert isinstance(reply, m.ReplacedEvents)
         assert len(reply.events) == 1
+        gone = await asyncio.create_subprocess_exec("true")
+        await gone.wait()
+        with pytest.raises(Refused, match="watched=False"):
+            await ask(trainers, m.RegisterTrainer(trainer="u", model="slot0", pid=gone.pid, start_time=7))
         for name, model in ((COMMAND, "slot0"), ("", "slot0"), ("a/b", "slot0"), ("t", "nothing")):
             with pytest.raises(Refused):
                 await ask(trainers, m.RegisterTrainer(trainer=name, model=model))
@@ -209,6 +213,25 @@ def test_a_trainer_whose_process_has_ended_holds_no_update(tmp_path: Path) -> No
         child.kill()
         await child.wait()
         trainers.refuse_owed("slot0")
+
+    run(tmp_path / "l", body)
+
+
+def test_an_operators_word_settles_what_a_trainer_without_a_process_is_owed(tmp_path: Path) -> None:
+    async def body(trainers: Trainers, slot: Slot) -> None:
+        await ask(trainers, m.RegisterTrainer(trainer="t", model="slot0"))
+        slot.generation = 2
+        trainers.observe(slot, lambda: "death")
+        with pytest.raises(ReplacementOwed):
+            trainers.refuse_owed("slot0")
+        with pytest.raises(Refused):
+            await ask(trainers, m.UnregisterTrainer(trainer="t", epoch=2))
+        await ask(trainers, m.UnregisterTrainer(trainer="t"))
+        trainers.refuse_owed("slot0")
+        with pytest.raises(Fenced):
+            await ask(trainers, m.AckReplaced(trainer="t", epoch=1, slot="slot0", generation=2))
+        with pytest.raises(Refused, match="no trainer 't'"):
+            await ask(trainers, m.UnregisterTrainer(trainer="t"))
 
     run(tmp_path / "l", body)
 
