@@ -112,6 +112,28 @@ class Router(_Section, frozen=True, kw_only=True):
     reasoning_parser: str = ""
 
 
+class Fleet(_Section, frozen=True, kw_only=True):
+    """Routers of several hosts share their slots. ``listen``: ADDRESS:PORT for peers ("": no fleet); ``keys``: the
+    folder of the CURVE keys (belayerctl keys), relative to this file. Seconds by each host's own clock: ``beat_s``
+    between two questions to a peer; an answer later than ``slow_s`` stops new requests to it; none for ``lost_s``, and
+    its requests go elsewhere; a peer silent for ``orphan_s`` loses what runs here for it."""
+
+    listen: str = ""
+    keys: Text = "keys"
+    beat_s: Positive = 0.5
+    slow_s: Positive = 1.0
+    lost_s: Positive = 5.0
+    orphan_s: Positive = 10.0
+
+
+class Peer(_Section, frozen=True, kw_only=True):
+    """Another host of the fleet: its ``host.name``, and the ADDRESS:PORT that it listens at. Its public key is in the
+    folder of the keys under the same name."""
+
+    name: str
+    address: Text
+
+
 class Envkeeper(_Section, frozen=True, kw_only=True):
     """Limits are per sandbox; bytes, seconds, MiB as named. ``criu``: the binary, version 4.2 or later.
     ``engine_path``: who dumps and restores; "docker_api" is the slow fallback (experimental dockerd before 28).
@@ -173,6 +195,8 @@ class Config(_Section, frozen=True, kw_only=True):
     model: tuple[Model, ...] = ()
     slot: tuple[Slot, ...] = ()
     router: Router = Router()
+    fleet: Fleet = Fleet()
+    peer: tuple[Peer, ...] = ()
     envkeeper: Envkeeper = Envkeeper()
     policy: Policy = Policy()
 
@@ -189,6 +213,8 @@ SECTIONS: dict[str, type[_Section]] = {
     "model": Model,
     "slot": Slot,
     "router": Router,
+    "fleet": Fleet,
+    "peer": Peer,
     "envkeeper": Envkeeper,
     "policy": Policy,
 }
@@ -211,7 +237,8 @@ def load(path: Path) -> Config:
     except msgspec.ValidationError as why:
         raise ConfigInvalid(f"{path}: {_say(str(why))}") from why
     models = tuple(_absolute(path, model) for model in config.model)
-    config = msgspec.structs.replace(config, model=models)
+    fleet = msgspec.structs.replace(config.fleet, keys=str((path.parent / config.fleet.keys).resolve()))
+    config = msgspec.structs.replace(config, model=models, fleet=fleet)
     problem = next(_problems(config), None)
     if problem:
         raise ConfigInvalid(f"{path}: {problem[0]}: {problem[1]}")
@@ -239,7 +266,8 @@ def _absolute(path: Path, model: Model) -> Model:
 
 def _problems(config: Config) -> Any:
     """Each cross-field rule that does not hold, as (key, reason)."""
-    for kind, rows in (("model", config.model), ("slot", config.slot)):
+    yield from _fleet_problems(config)
+    for kind, rows in (("model", config.model), ("slot", config.slot), ("peer", config.peer)):
         names = [row.name for row in rows]
         for index, name in enumerate(names):
             if not is_name(name):
@@ -290,3 +318,29 @@ def _problems(config: Config) -> Any:
             "must be longer than policy.fence_deadline_s + policy.step_deadline_s, "
             "or requests expire inside a handover",
         )
+
+
+def _fleet_problems(config: Config) -> Any:
+    fleet = config.fleet
+    if fleet.listen and not _is_address(fleet.listen):
+        yield "fleet.listen", f"{fleet.listen!r} is not ADDRESS:PORT"
+    if fleet.listen and not is_name(config.host.name):
+        yield "host.name", f"{config.host.name!r} is no name (1-48 of a-z 0-9 _ . -)"
+    for index, peer in enumerate(config.peer):
+        if not fleet.listen:
+            yield f"peer[{index}]", "needs fleet.listen"
+        if peer.name == config.host.name:
+            yield f"peer[{index}].name", f"{peer.name!r} is this host itself"
+        if not _is_address(peer.address):
+            yield f"peer[{index}].address", f"{peer.address!r} is not ADDRESS:PORT"
+    if fleet.slow_s < fleet.beat_s:
+        yield "fleet.slow_s", "must not be below fleet.beat_s, or every peer is slow between two questions"
+    if fleet.lost_s <= fleet.slow_s:
+        yield "fleet.lost_s", "must be longer than fleet.slow_s"
+    if fleet.orphan_s < fleet.lost_s:
+        yield "fleet.orphan_s", "must not be below fleet.lost_s, or requests end here that their host still waits for"
+
+
+def _is_address(text: str) -> bool:
+    host, colon, port = text.rpartition(":")
+    return bool(colon and host) and port.isdecimal() and 0 < int(port) < 65536

@@ -93,6 +93,11 @@ class Paths:
         return self.state / "journal"
 
     @property
+    def fleet_life(self) -> Path:
+        """The number of this host's router's last life."""
+        return self.state / "fleet.life"
+
+    @property
     def checkpoints(self) -> Path:
         return self.state / "checkpoints"
 

@@ -8,9 +8,11 @@ import click
 
 from belayer import __version__, daemon
 from belayer.errors import BelayerError
+from belayerctl.fleet import fleet
 from belayerctl.handover import handover
 from belayerctl.incidents import incidents
 from belayerctl.inject import inject
+from belayerctl.keys import keys
 from belayerctl.lists import config, gpu, owners, restore, sandboxes
 from belayerctl.republish import republish
 from belayerctl.status import status
@@ -40,6 +42,8 @@ for _command in (
     trainers,
     gpu,
     config,
+    keys,
+    fleet,
 ):
     cli.add_command(_command)
 

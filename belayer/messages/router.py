@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from belayer.messages.common import Done, ErrorReply, Message, Ping, Pong
+from belayer.messages.fleet import FleetStatus, FleetStatusReply
 
 
 class RegisterWorker(Message, frozen=True, kw_only=True, tag=True):
@@ -70,5 +71,5 @@ class RouterStatusReply(Message, frozen=True, kw_only=True, tag=True):
     restarted_total: int = 0
 
 
-Request = Ping | RegisterWorker | UnregisterWorker | RouterStatus
-Reply = Pong | Done | RouterStatusReply | ErrorReply
+Request = Ping | RegisterWorker | UnregisterWorker | RouterStatus | FleetStatus
+Reply = Pong | Done | RouterStatusReply | FleetStatusReply | ErrorReply

@@ -13,6 +13,7 @@ from belayer.messages.router import Request
 from belayer.paths import Paths
 from belayer.rpc import Server
 from belayerd.router import preflight
+from belayerd.router.fleet_life import keys_of, next_life
 from belayerd.router.host_metrics import HostMetrics
 from belayerd.router.service import Service
 
@@ -36,14 +37,17 @@ async def _serve(loaded: config.Config, paths: Paths, stop: asyncio.Event, only:
     logger = log.setup("belayer-router")
     _quiet_vllm()
     preflight.one_model(loaded)
+    pair = keys_of(loaded)
     sock = preflight.bind(loaded.router.host, loaded.router.port)
     slots = {slot.name: preflight.bind(loaded.router.host, slot.url_port) for slot in loaded.slot if slot.url_port}
     from belayerd.router.front import Front  # imports vLLM: seconds, so not before the host is known to be fit
 
     instance = daemon.new_instance()
-    front = Front(loaded, paths.journal, instance, logger)
+    life = None if pair is None else next_life(paths.fleet_life, instance)
+    front = Front(loaded, paths.journal, instance, logger, pair, life)
     HostMetrics(paths.status_file)
     service = Service(front.shell, frozenset(slot.name for slot in loaded.slot), instance, front.url, front.slot_urls)
+    service.fleet, service.host = front.fleet, loaded.host.name
     if stop.is_set():
         return  # asked to stop while vLLM was being imported
     started = asyncio.Event()
@@ -55,10 +59,13 @@ async def _serve(loaded: config.Config, paths: Paths, stop: asyncio.Event, only:
         if started.is_set():
             server = Server(paths.router_sock, Request, service.handle)
             control = group.create_task(server.serve())
+            fleet = None if front.fleet is None else group.create_task(front.fleet.serve())
             daemon.notify("READY=1")
             logger.info("serving", url=front.url, instance=instance)
             await asyncio.wait((http,))
             control.cancel()
+            if fleet is not None:
+                fleet.cancel()
         ready.cancel()
         watch.cancel()
 

@@ -17,17 +17,21 @@ from starlette.responses import JSONResponse
 
 from belayer.config import Config
 from belayer.errors import ConfigInvalid, ErrorCode, HostUnfit
+from belayer.fleet_keys import Pair
+from belayer.messages.fleet import Life
 from belayerd.router import journal
 from belayerd.router import vllm_seam as seam
 from belayerd.router.client import LEAVING, BelayerClient, RouterFault
 from belayerd.router.core import Core, Limits
 from belayerd.router.events import OnDeath, SameId
+from belayerd.router.fleet import Fleet, fingerprint
+from belayerd.router.fleet_metrics import FleetMetrics
 from belayerd.router.guard import RETRY_AFTER_S, Bounds, Guard
 from belayerd.router.journal_reader import read
 from belayerd.router.metrics import Metrics
 from belayerd.router.patience import patient
 from belayerd.router.preflight import is_loopback, one_model
-from belayerd.router.shell import Shell, to_record
+from belayerd.router.shell import Shell, Sink, to_record
 from belayerd.router.ticket import TICKET
 
 GRACE_S = 5.0  # after SIGTERM: streams get their error chunk, then connections are closed
@@ -66,13 +70,17 @@ def limits(config: Config) -> Limits:
         keep_bytes=router.keep_finished_mb << 20,
         same_id=SameId(router.same_id),
         on_death=wishes,
+        capacity={slot.name: slot.max_num_seqs for slot in config.slot} if config.fleet.listen else {},
     )
 
 
 class Front:
     """Engine, shell and HTTP server of one router. Make it inside the running event loop."""
 
-    def __init__(self, config: Config, folder: Any, instance: str, log: Any) -> None:
+    def __init__(
+        self, config: Config, folder: Any, instance: str, log: Any, pair: Pair | None = None, life: Life | None = None
+    ) -> None:
+        """``pair`` and ``life``: with both, this router is one of a fleet."""
         seam.check()
         self._args = server_args(config)
         router = config.router
@@ -97,12 +105,21 @@ class Front:
         for damage in earlier.damage:
             log.warning("journal_damaged", where=damage)
         book = journal.Journal(folder, instance, router.journal_max_mb << 20, self._live, router.journal_sync)
-        self.shell = Shell(self.core, book, codec, client[0], client[0].client_index, log)
+        self.fleet = None
+        sink: Sink = client[0]
+        if pair is not None and life is not None:
+            model = one_model(config)
+            self.fleet = Fleet(config, pair, life, model, fingerprint(model, seam.VERSION), codec, log)
+            sink = self.fleet.sink(sink)
+        self.shell = Shell(self.core, book, codec, sink, client[0].client_index, log)
         self.shell.link_silence_s = router.link_silence_s
+        if self.fleet is not None:
+            self.fleet.attach(self.shell)
         self._client = client[0]
         self._client.attach(self.shell, self._engine.output_processor)
         self.shell.recover(story.past() for story in earlier.stories.values())
         self.metrics = Metrics(self.core, book, self._declined, self._mistakes)
+        self.fleet_metrics = None if self.fleet is None else FleetMetrics(self.fleet.status)
         self.url = f"http://{router.host}:{router.port}"
         self.slot_urls = {name: f"http://{router.host}:{port}" for port, name in ports.items()}
 
@@ -145,6 +162,9 @@ class Front:
         finally:
             self._engine.shutdown(timeout=0)
             self.shell.close()
+            if self.fleet is not None and self.fleet_metrics is not None:
+                self.fleet.close()
+                self.fleet_metrics.close()
             self.metrics.close()
             for listening in (sock, *slots.values()):
                 listening.close()

@@ -26,6 +26,8 @@ _TOTALS = {
     "torn_links": ("belayer_torn_links", "Links made anew: a message missing, doubled or unreadable, or no answer"),
     "silent": ("belayer_requests_stalled", "Requests taken from a worker that said nothing about them"),
     "cut": ("belayer_requests_cut", "Requests ended with what they had, as they wished, when their worker died"),
+    "forwarded": ("belayer_requests_forwarded", "Requests given to another host"),
+    "handed_back": ("belayer_requests_handed_back", "Requests that another host gave back"),
     "replayed": ("belayer_requests_replayed", "Repeated ids of ended requests answered from the journal"),
     "attached": ("belayer_requests_attached", "Repeated ids of running requests that took up their stream"),
     "recovered": ("belayer_requests_recovered", "Requests of an earlier life of the router that went on"),

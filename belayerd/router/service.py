@@ -9,6 +9,7 @@ from typing import Any
 from belayer import clock
 from belayer.errors import SlotUnknown
 from belayer.messages.common import Done, Message, Ping, Pong
+from belayer.messages.fleet import FleetStatus, FleetStatusReply
 from belayer.messages.router import (
     RegisterWorker,
     ResumeReport,
@@ -18,6 +19,7 @@ from belayer.messages.router import (
     UnregisterWorker,
 )
 from belayerd.router import events as ev
+from belayerd.router.fleet import Fleet
 from belayerd.router.records import Slot, SlotState
 from belayerd.router.shell import Shell
 
@@ -32,6 +34,8 @@ class Service:
     ) -> None:
         self._shell, self._slots, self._instance, self._url = shell, slots, instance, url
         self._urls = slot_urls
+        self.fleet: Fleet | None = None
+        self.host = ""
 
     async def handle(self, message: Message) -> Message:
         start = clock.Stopwatch()
@@ -44,6 +48,8 @@ class Service:
                 self._unregister(message)
             case RouterStatus():
                 return self.status()
+            case FleetStatus():
+                return FleetStatusReply(host=self.host) if self.fleet is None else self.fleet.status()
         return Done(ms=start.ms())
 
     async def _register(self, message: RegisterWorker) -> None:

@@ -35,6 +35,7 @@ from belayerd.router.vllm_codec import Codec
 PINNED = "0.32."
 
 __all__ = [
+    "VERSION",
     "AsyncMPClient",
     "BackgroundResources",
     "Codec",

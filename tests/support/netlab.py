@@ -1,0 +1,106 @@
+"""Hosts as network namespaces on one switch, itself a namespace, so that no rule of this machine's own network counts.
+
+Each host has ``eth0``; the tests reach all of them by a link of their own. Needs root, as other tests here do.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass, field
+
+
+def run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
+
+
+@dataclass
+class Net:
+    """``name``: a few letters; interface names hold 15."""
+
+    name: str = field(default_factory=lambda: f"b{os.getpid() % 100000}")
+    hosts: dict[str, str] = field(default_factory=dict)  # host -> address
+
+    def __post_init__(self) -> None:
+        self.third = os.getpid() % 200 + 20
+        run("ip", "netns", "add", self.switch)
+        self._switch("ip", "link", "add", "br0", "type", "bridge")
+        self._switch("ip", "link", "set", "br0", "up")
+        run("ip", "link", "add", f"{self.name}r", "type", "veth", "peer", "name", "root", "netns", self.switch)
+        self._switch("ip", "link", "set", "root", "master", "br0", "up")
+        run("ip", "addr", "add", f"{self.address(254)}/24", "dev", f"{self.name}r")
+        run("ip", "link", "set", f"{self.name}r", "up")
+
+    @property
+    def switch(self) -> str:
+        return f"{self.name}-switch"
+
+    def address(self, last: int) -> str:
+        return f"10.213.{self.third}.{last}"
+
+    def _switch(self, *command: str) -> str:
+        return run("ip", "netns", "exec", self.switch, *command)
+
+    def inside(self, host: str, *command: str) -> str:
+        return run(*self.prefix(host), *command)
+
+    def prefix(self, host: str) -> list[str]:
+        return ["ip", "netns", "exec", f"{self.name}-{host}"]
+
+    def add(self, host: str, same_as: str = "") -> str:
+        """A new host and its address; ``same_as``: with the address and hardware address of another, which must be
+        unplugged first."""
+        space = f"{self.name}-{host}"
+        run("ip", "netns", "add", space)
+        run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", f"p-{host}", "netns", self.switch)
+        self._switch("ip", "link", "set", "dev", f"p-{host}", "master", "br0", "up")
+        address = self.hosts[same_as] if same_as else self.address(len(self.hosts) + 1)
+        self.hosts[host] = address
+        mac = f"02:00:00:00:00:{int(address.rpartition('.')[2]):02x}"
+        self.inside(host, "ip", "link", "set", "eth0", "address", mac, "up")
+        self.inside(host, "ip", "link", "set", "lo", "up")
+        self.inside(host, "ip", "addr", "add", f"{address}/24", "dev", "eth0")
+        return address
+
+    def unplug(self, host: str) -> None:
+        self._switch("ip", "link", "set", "dev", f"p-{host}", "down")
+        assert "state DOWN" in self._switch("ip", "link", "show", "dev", f"p-{host}")
+
+    def plug(self, host: str) -> None:
+        self._switch("ip", "link", "set", "dev", f"p-{host}", "up")
+
+    def drop(self, at: str, to: str) -> None:
+        """Packets of host ``at`` to host ``to`` are lost; those of the other direction are not."""
+        self.inside(at, "iptables", "-A", "OUTPUT", "-d", self.hosts[to], "-j", "DROP")
+
+    def dropped(self, at: str) -> int:
+        """How many packets that cost."""
+        rows = self.inside(at, "iptables", "-L", "OUTPUT", "-v", "-n", "-x").splitlines()
+        return sum(int(row.split()[0]) for row in rows if " DROP " in row)
+
+    def heal(self, at: str) -> None:
+        self.inside(at, "iptables", "-F", "OUTPUT")
+
+    def throttle(self, at: str, rate: str) -> None:
+        """All that host ``at`` sends goes through a queue of this rate: it comes late."""
+        self.inside(at, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "1600", "limit", "1m")
+
+    def free(self, at: str) -> None:
+        self.inside(at, "tc", "qdisc", "del", "dev", "eth0", "root")
+
+    def listening(self, host: str) -> set[tuple[str, int]]:
+        """(address, port) of every TCP and UDP socket of that host that is not bound to its own loopback."""
+        found = set()
+        for row in self.inside(host, "ss", "-Hlntu").splitlines():
+            address, _, port = row.split()[4].rpartition(":")
+            if not address.strip("[]").startswith(("127.", "::1")):
+                found.add((address, int(port)))
+        return found
+
+    def close(self) -> None:
+        for host in self.hosts:
+            subprocess.run(["ip", "netns", "del", f"{self.name}-{host}"], check=False)
+        subprocess.run(["ip", "link", "del", f"{self.name}r"], check=False)
+        subprocess.run(["ip", "netns", "del", self.switch], check=False)
