@@ -2,6 +2,9 @@
 
 ``python -m benchmarks.bare MODEL`` reads lines ``CONCURRENCY TOKENS`` and answers each with tokens per second: that
 many requests at once, each making that many tokens, timed from the first step to the last. None of our code is in it.
+
+On some CPUs vLLM packs float32 matrices into private memory, which is faster from a few rows on, and which nobody else
+can map. ``MODEL unpacked`` leaves that out: the same arithmetic as a worker's, on weights that can be shared.
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from belayer.clock import monotonic, wall
 from benchmarks.cold import environment
@@ -26,16 +31,17 @@ def prompt(number: int) -> list[int]:
 class Bare:
     """The loop in a process of its own, ready when this returns; it takes no CPU between two calls."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, *, packed: bool = True) -> None:
         self._tmp = tempfile.TemporaryDirectory(prefix="bare-")
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.bare", str(model)],
+            [sys.executable, "-m", "benchmarks.bare", str(model), *([] if packed else ["unpacked"])],
             env=environment(self._tmp.name),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        self.steps_ms: list[float] = []  # of the last call: from one step's tokens to the next one's
         self.rate(1, 8)  # first use of every kernel
 
     def rate(self, concurrency: int, tokens: int) -> float:
@@ -46,7 +52,9 @@ class Bare:
         self._child.stdin.flush()
         for line in self._child.stdout:
             if line.startswith("rate "):
-                return float(line.split()[1])
+                _, rate, *steps = line.split()
+                self.steps_ms = [float(step) for step in steps]
+                return float(rate)
         raise RuntimeError(f"the bare engine ended with {self._child.wait()}")
 
     def __enter__(self) -> Bare:
@@ -58,7 +66,18 @@ class Bare:
         self._tmp.cleanup()
 
 
-def _child(model: str) -> None:
+def _leave_unpacked() -> None:
+    from torch.nn.functional import linear as plain
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = plain
+
+    for module in (linear, vocab_parallel_embedding):
+        module.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _child(model: str, packed: bool) -> None:
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine import EngineCoreRequest
@@ -66,6 +85,8 @@ def _child(model: str) -> None:
     from vllm.v1.executor.abstract import Executor
     from vllm.v1.request import Request
 
+    if not packed:
+        _leave_unpacked()
     args = EngineArgs(
         model=model,
         dtype="float32",
@@ -99,17 +120,20 @@ def _child(model: str) -> None:
                 data_parallel_rank=None,
             )
             core.add_request(Request.from_engine_core_request(asked, core.request_block_hasher))
-        made, began = 0, monotonic()
+        made, ends, began = 0, [], monotonic()
         while core.scheduler.has_unfinished_requests():
             outputs, _ = core.step()
             made += sum(len(out.new_token_ids) for each in outputs.values() for out in each.outputs)
+            if made:
+                ends.append(monotonic())
         seconds = monotonic() - began
         while core.scheduler.has_requests():
             core.step()
         if made != concurrency * tokens:
             raise RuntimeError(f"{made} tokens instead of {concurrency * tokens}")
-        print(f"rate {made / seconds:.3f}", flush=True)
+        steps = [f"{(after - before) * 1e3:.4f}" for before, after in pairwise(ends)]
+        print(f"rate {made / seconds:.3f}", *steps, flush=True)
 
 
 if __name__ == "__main__":
-    _child(sys.argv[1])
+    _child(sys.argv[1], packed=sys.argv[2:] != ["unpacked"])

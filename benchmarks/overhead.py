@@ -2,11 +2,13 @@
 
     python -m benchmarks.overhead [--quick] [--json FILE] [--plot FILE]
 
-The same work at concurrency 1, 8 and 32, interleaved in each round: the bare loop (benchmarks.bare); through router,
-worker, heartbeat and with an idle shadow; the same without the shadow (belayerd and the shadow are killed for it, and
-started again). Streams are read over HTTP by a client in a process of its own, as a framework would. All of it shares
-the cores of one machine: with two, at high concurrency router and client compete with the engine, which on a GPU host
-they would not; the row without a shadow tells the shadow's own share apart. Every answer is counted to its last token.
+The same work at concurrency 1, 8 and 32, interleaved in each round: the bare loop (benchmarks.bare), and the same on
+matrices that can be shared ("unpacked": what sharing costs on this CPU is apart from what Belayer costs); through
+router, worker, heartbeat and with an idle shadow; the same without the shadow (belayerd and the shadow are killed for
+it, and started again). Streams are read over HTTP by a client in a process of its own, as a framework would. All of it
+shares the cores of one machine: with two, at high concurrency router and client compete with the engine, which on a GPU
+host they would not; the row without a shadow tells the shadow's own share apart. Every answer is counted to its last
+token.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from benchmarks.report import Report, parser
 
 MODEL = Path(__file__).parents[1] / ".cache/models/SmolLM2-135M-Instruct"
 CONCURRENCY = (1, 8, 32)
+TOKENS = {1: 128, 8: 64, 32: 24}  # of each stream, by concurrency: some seconds each
+KINDS = ("bare", "unpacked", "with", "without")
 EXTRA = "[policy]\nrepeat_window_s = 0.001\n[envkeeper]\nenabled = false\n"
 
 
@@ -95,28 +99,30 @@ class Served:
         self._host.until_protected()
 
 
-def measure(rounds: int, tokens: int) -> dict[str, dict[int, list[float]]]:
+def measure(rounds: int, length: dict[int, int]) -> dict[str, dict[int, list[float]]]:
     """kind -> concurrency -> tokens per second of each round."""
-    out: dict[str, dict[int, list[float]]] = {
-        kind: {c: [] for c in CONCURRENCY} for kind in ("bare", "with", "without")
-    }
+    out: dict[str, dict[int, list[float]]] = {kind: {c: [] for c in CONCURRENCY} for kind in KINDS}
     root = Path(tempfile.mkdtemp(prefix="belayer-bench-"))
     try:
-        with LocalHost(root, demo_config(MODEL, free_port(), slots=1, extra=EXTRA)) as host, Bare(MODEL) as bare:
+        with (
+            LocalHost(root, demo_config(MODEL, free_port(), slots=1, extra=EXTRA)) as host,
+            Bare(MODEL) as bare,
+            Bare(MODEL, packed=False) as unpacked,
+        ):
             host.start(ROLLOUT)
             served = Served(host, host.until_protected().router_url)
             served.rate(1, 8)
+            kinds: list[tuple[str, Bare | Served]] = [("bare", bare), ("unpacked", unpacked), ("with", served)]
             for turn in range(rounds):
                 for concurrency in CONCURRENCY:
                     # By turns first and second, so that a machine that warms up or slows down favours none.
-                    kinds = ("bare", "with") if turn % 2 else ("with", "bare")
-                    for kind in kinds:
-                        rate = (bare if kind == "bare" else served).rate(concurrency, tokens)
+                    for kind, way in kinds if turn % 2 else reversed(kinds):
+                        rate = way.rate(concurrency, length[concurrency])
                         out[kind][concurrency].append(rate)
                         print(f"round {turn + 1} {kind} {concurrency}: {rate:.1f} tokens/s", file=sys.stderr)
                 served.lose_the_shadow()
                 for concurrency in CONCURRENCY:
-                    rate = served.rate(concurrency, tokens)
+                    rate = served.rate(concurrency, length[concurrency])
                     out["without"][concurrency].append(rate)
                     print(f"round {turn + 1} without {concurrency}: {rate:.1f} tokens/s", file=sys.stderr)
                 served.get_it_back()
@@ -130,15 +136,18 @@ def main() -> int:
         client(sys.argv[2], *map(int, sys.argv[3:6]))
         return 0
     arguments = parser(__doc__ or "").parse_args()
-    found = measure(2 if arguments.quick else 6, 32 if arguments.quick else 128)
+    found = measure(1, dict.fromkeys(CONCURRENCY, 8)) if arguments.quick else measure(4, TOKENS)
     report = Report("overhead")
     for concurrency in CONCURRENCY:
-        bare, shadowed, alone = (found[kind][concurrency] for kind in ("bare", "with", "without"))
+        bare, unpacked, shadowed, alone = (found[kind][concurrency] for kind in KINDS)
         ratios = [one / other for one, other in zip(shadowed, bare, strict=True)]
         report.add(f"throughput_ratio {concurrency}", "", ratios, 1.0, "with shadow / bare loop, by round")
+        ratios = [one / other for one, other in zip(shadowed, unpacked, strict=True)]
+        report.add(f"throughput_ratio_unpacked {concurrency}", "", ratios, 1.0, "with shadow / bare loop, unpacked")
         ratios = [one / other for one, other in zip(shadowed, alone, strict=True)]
         report.add(f"shadow_ratio {concurrency}", "", ratios, 1.0, "with shadow / without, by round")
-        for kind, values in (("bare loop", bare), ("with shadow", shadowed), ("without", alone)):
+        named = (("bare loop", bare), ("bare unpacked", unpacked), ("with shadow", shadowed), ("without", alone))
+        for kind, values in named:
             report.add(f"tokens/s {kind} {concurrency}", "1/s", values)
     report.write(arguments)
     return 0

@@ -1,12 +1,16 @@
-"""What the router costs and what it stands: recorded engines behind it, so that the router is what is measured.
+"""What the router costs and what it stands.
 
     python -m benchmarks.router [--quick] [--json FILE] [--plot FILE]
 
+First a real engine, by way of Belayer, of vLLM's own server and of vllm-router (benchmarks.router_engines). Then
+recorded engines, so that the router is what is measured:
+
 ``token_delay_cN``: from an engine's step to its token at the client, N streams in lockstep, median and p99 over all
-tokens; baseline: the same step at a bare front that reads the worker's socket itself. ``added_latency_p99``: their
-difference at the largest N. ``cpu_per_token_*``: the router process's CPU, by what the journal does. ``stream_memory``:
-growth of the router's resident memory for one live stream. ``short_requests``: with a worker killed every 2 s, and
-every answer compared with the unfailed one.
+tokens; baseline: the same step at a bare front that reads the worker's socket itself. ``added_latency_p50|p99_cN``:
+their difference. ``vllm_router_added_p50|p99_cN``: what vllm-router adds when it stands before that router.
+``cpu_per_token_*``: the router process's CPU, by what the journal does. ``stream_memory``: growth of the router's
+resident memory for one live stream. ``short_requests``: with a worker killed every 2 s, and every answer compared with
+the unfailed one.
 """
 
 from __future__ import annotations
@@ -26,7 +30,9 @@ import zmq
 import zmq.asyncio
 
 from belayer.clock import monotonic
+from benchmarks import router_engines, vllm_router
 from benchmarks.report import Report, parser
+from benchmarks.router_engines import Wrong, percentile
 from tests.support.killing import Killer
 from tests.support.raw_http import Told, ask, problem, stream_body
 from tests.support.router_host import FakeWorker, RouterHost
@@ -36,10 +42,6 @@ TOKENS_PER_S = 3000.0  # offered at most: below what one front carries, or the d
 STEP_MS = 20.0
 
 
-class Wrong(Exception):
-    """An answer that is not the unfailed one."""
-
-
 @dataclass(frozen=True)
 class Size:
     streams: tuple[int, ...]
@@ -47,10 +49,31 @@ class Size:
     memory_streams: int
     short: int
     kill_every_s: float
+    rounds: int
+    tokens: int
+    policies: tuple[tuple[str, bool], ...]
 
 
-FULL = Size(streams=(1, 8, 32, 256, 1000), length=64, memory_streams=1000, short=10_000, kill_every_s=2.0)
-QUICK = Size(streams=(1, 8), length=16, memory_streams=50, short=300, kill_every_s=0.5)
+FULL = Size(
+    streams=(1, 8, 32, 256, 1000),
+    length=64,
+    memory_streams=1000,
+    short=10_000,
+    kill_every_s=2.0,
+    rounds=5,
+    tokens=128,
+    policies=(("never", False), ("never", True), ("finish", True), ("always", True)),
+)
+QUICK = Size(
+    streams=(1, 8),
+    length=16,
+    memory_streams=50,
+    short=300,
+    kill_every_s=0.5,
+    rounds=1,
+    tokens=16,
+    policies=(("never", False), ("always", True)),
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +92,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(root: Path, size: Size, report: Report) -> None:
-    for policy, named in (("never", False), ("never", True), ("finish", True), ("always", True)):
+    router_engines.measure(report, size.rounds, size.tokens)
+    for policy, named in size.policies:
         folder = root / f"{policy}-{named}"
         folder.mkdir()
         host = RouterHost.start(folder, ["s0", "s1"], f'journal_sync = "{policy}"\nrequest_deadline_s = 60.0')
@@ -93,7 +117,15 @@ def delays(host: RouterHost, report: Report, count: int, length: int) -> None:
     routed = [delay * 1e3 for delay in asyncio.run(through(host, count, length, step, http))]
     report.add(f"token_delay_c{count}", "ms", [percentile(routed, 50)], percentile(bare, 50), f"step {step:.0f} ms")
     report.add(f"token_delay_p99_c{count}", "ms", [percentile(routed, 99)], percentile(bare, 99))
-    report.add(f"added_latency_p99_c{count}", "ms", [percentile(routed, 99) - percentile(bare, 99)])
+    for percent in (50, 99):
+        added = percentile(routed, percent) - percentile(bare, percent)
+        report.add(f"added_latency_p{percent}_c{count}", "ms", [added])
+    if not vllm_router.is_there():
+        return
+    beside = [delay * 1e3 for delay in asyncio.run(through(host, count, length, step, http_by_vllm_router))]
+    for percent in (50, 99):
+        added = percentile(beside, percent) - percentile(routed, percent)
+        report.add(f"vllm_router_added_p{percent}_c{count}", "ms", [added], note="before our router")
 
 
 async def through(host: RouterHost, count: int, length: int, step: float, way: Any) -> list[float]:
@@ -101,7 +133,7 @@ async def through(host: RouterHost, count: int, length: int, step: float, way: A
     times = host.root / "times"
     times.unlink(missing_ok=True)
     args = ("--hold-at", "0", "--step-ms", str(step), "--times", str(times))
-    fake = await asyncio.to_thread(lambda: host.worker("s0", *args, register=way is http))
+    fake = await asyncio.to_thread(lambda: host.worker("s0", *args, register=way is not bare_front))
     try:
         arrivals = await way(host, fake, count, length)
     finally:
@@ -111,11 +143,24 @@ async def through(host: RouterHost, count: int, length: int, step: float, way: A
     return [at - steps[position] for row in arrivals for position, at in row]
 
 
-async def http(host: RouterHost, fake: FakeWorker, count: int, length: int) -> list[list[tuple[int, float]]]:
-    asked = [asyncio.create_task(ask(host.port, stream_body(PROMPT, length))) for _ in range(count)]
+async def http(
+    host: RouterHost, fake: FakeWorker, count: int, length: int, port: int = 0
+) -> list[list[tuple[int, float]]]:
+    """``port``: of something else before the router."""
+    asked = [asyncio.create_task(ask(port or host.port, stream_body(PROMPT, length))) for _ in range(count)]
     await all_on_board(fake, count)
     fake.release()
     return [list(zip(ends(told), told.times, strict=True)) for told in await checked(host, asked, length)]
+
+
+async def http_by_vllm_router(
+    host: RouterHost, fake: FakeWorker, count: int, length: int
+) -> list[list[tuple[int, float]]]:
+    beside = await asyncio.to_thread(vllm_router.VllmRouter, host.url, host.root)
+    try:
+        return await http(host, fake, count, length, beside.port)
+    finally:
+        await asyncio.to_thread(beside.close)
 
 
 def ends(told: Told) -> list[int]:
@@ -166,11 +211,6 @@ async def bare_front(host: RouterHost, fake: FakeWorker, count: int, length: int
     socket.close()
     context.term()
     return list(arrivals.values())
-
-
-def percentile(values: list[float], percent: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 # -- CPU, memory, deaths ---------------------------------------------------------------------------------------
