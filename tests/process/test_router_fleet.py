@@ -47,7 +47,14 @@ def pair(net: Net) -> Iterator[tuple[FleetHost, FleetHost]]:
         for name in ("a", "b"):
             net.add(name)
         hosts = [
-            prepare(net, name, f"host-{name}", roots[f"host-{name}"], {f"host-{other}": net.hosts[other]})
+            prepare(
+                net,
+                name,
+                f"host-{name}",
+                roots[f"host-{name}"],
+                {f"host-{other}": net.hosts[other]},
+                "max_num_seqs = 2",
+            )
             for name, other in (("a", "b"), ("b", "a"))
         ]
         try:
@@ -90,12 +97,18 @@ def whole(host: FleetHost, stream: Stream, makers: list[tuple[str, int]]) -> Non
     assert list(dict.fromkeys((row["belayer"]["slot"], row["belayer"]["generation"]) for row in seen.chunks)) == makers
 
 
-def goes_on_here(a: FleetHost, stream: Stream) -> None:
-    """A worker of this host takes the request with the tokens that came from the other."""
+def goes_on_here(a: FleetHost, stream: Stream, remote: FakeWorker) -> None:
+    """A worker of this host takes the request, with the tokens that came from the other."""
     worker = a.worker("s0")
-    whole(a, stream, [(REMOTE, 1 if a.lives.get("seen", 0) == 0 else a.lives["seen"]), ("s0", worker.generation)])
+    whole(a, stream, [(REMOTE, remote.generation), ("s0", worker.generation)])
     adds = [line.split() for line in a.told() if line.startswith("add ")]
     assert int(adds[-1][2]) == CUT
+
+
+def frees(b: FleetHost, worker: FakeWorker) -> None:
+    """The host that was left gives its engine free, within its own bound."""
+    eventually(lambda: worker.running() == 0, within=60, what="the engine was freed")
+    assert b.fleet().serving == {}
 
 
 def test_shadow_of_other_host_takes_over_and_origin_sees_a_pause(hosts: tuple[FleetHost, FleetHost]) -> None:
@@ -117,5 +130,179 @@ def test_client_that_leaves_frees_the_engine_of_the_other_host(hosts: tuple[Flee
     with httpx.stream("POST", f"{a.url}{PATH}", json=BODY, timeout=30) as answer:
         assert next(answer.iter_lines())
         assert worker.running() == 1
-    eventually(lambda: worker.running() == 0, what="the engine was freed")
-    assert b.fleet().serving == {}
+    frees(b, worker)
+
+
+def test_full_host_uses_a_free_one(hosts: tuple[FleetHost, FleetHost]) -> None:
+    """Two at once fit in each engine here."""
+    a, b = hosts
+    own, other = a.worker("s0", "--hold-at", "1"), b.worker("s0", "--hold-at", "1")
+    a.may_use(REMOTE)
+    streams = [Stream(a.url, PATH, BODY) for _ in range(4)]
+    for stream in streams:
+        stream.start()
+    eventually(lambda: (own.running(), other.running()) == (2, 2), within=60, what="two here, two there")
+    own.release()
+    other.release()
+    for stream in streams:
+        assert stream.result(120).token_ids == expected(a.record, len(BODY["token_ids"]), TOKENS)
+
+
+def test_host_that_is_cut_off(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
+    a, b = hosts
+    stream, worker = forwarded(a, b)
+    net.unplug("b")
+    lost = a.sees("host-b", "silent")
+    assert lost.heard_s >= 3.0
+    goes_on_here(a, stream, worker)
+    frees(b, worker)  # it cannot hear us: its own clock tells it
+    worker.release()
+    net.plug("b")
+    a.sees("host-b", "up")
+    assert a.peer("host-b").forwarded == 0
+
+
+def test_request_waits_through_a_short_cut(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
+    """Nobody here can take it: it goes on where it was, with its tokens, once that host is heard again."""
+    a, b = hosts
+    stream, worker = forwarded(a, b)
+    net.unplug("b")
+    a.sees("host-b", "silent")
+    worker.release()
+    net.plug("b")
+    whole(a, stream, [(REMOTE, worker.generation)])
+
+
+@pytest.mark.parametrize(("deaf", "mute"), [("a", "b"), ("b", "a")], ids=["answers_lost", "questions_lost"])
+def test_only_one_direction_is_lost(hosts: tuple[FleetHost, FleetHost], net: Net, deaf: str, mute: str) -> None:
+    a, b = hosts
+    stream, worker = forwarded(a, b)
+    net.drop(mute, deaf)
+    a.sees("host-b", "silent")
+    assert net.dropped(mute) > 0
+    goes_on_here(a, stream, worker)
+    frees(b, worker)
+    net.heal(mute)
+    a.sees("host-b", "up")
+
+
+def test_host_that_answers_late(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
+    """What it sends comes seconds late: no new request goes there, and what comes after the bound is not believed."""
+    a, b = hosts
+    stream, worker = forwarded(a, b)
+    net.throttle("b", "10kbit")
+    eventually(lambda: a.peer("host-b").state in ("slow", "silent"), within=60, what="it is seen late")
+    goes_on_here(a, stream, worker)
+    net.free("b")
+    worker.release()
+    a.sees("host-b", "up")
+
+
+def test_host_that_is_killed_and_returns(hosts: tuple[FleetHost, FleetHost]) -> None:
+    a, b = hosts
+    stream, worker = forwarded(a, b)
+    life = a.peer("host-b").life
+    worker.kill()
+    b.process.kill()
+    assert b.process.wait(10) == -signal.SIGKILL
+    a.sees("host-b", "silent")
+    goes_on_here(a, stream, worker)
+    b.come_back()
+    a.sees("host-b", "up")
+    assert a.peer("host-b").life > life
+    again, _ = forwarded_after(a, b)
+    whole(a, again, [(REMOTE, b.lives["s0"])])
+
+
+def forwarded_after(a: FleetHost, b: FleetHost) -> tuple[Stream, FakeWorker]:
+    """Once more, with no worker here."""
+    for fake in a.fakes:
+        fake.kill()
+        a.unregister(fake, gone=True)
+    stream, worker = forwarded(a, b)
+    worker.release()
+    return stream, worker
+
+
+def test_garbage_and_wrong_keys_are_counted_and_harm_nothing(
+    hosts: tuple[FleetHost, FleetHost], net: Net, tmp_path: Path
+) -> None:
+    a, b = hosts
+    before = b.fleet().dropped
+    stream, worker = forwarded(a, b)
+    where = (net.hosts["b"], FLEET_PORT)
+    for bytes_ in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53)):
+        with socket.create_connection(where, timeout=10) as sock:
+            sock.sendall(bytes_)
+    knock(where, tmp_path, b, listed=False)
+    knock(where, tmp_path, b, listed=True)
+    after = b.fleet().dropped
+    assert after.get("unknown_key", 0) > before.get("unknown_key", 0)
+    assert sum(after.values()) - sum(before.values()) >= 4
+    assert b.metric('belayer_fleet_dropped_total{reason="unknown_key"}') > 0
+    worker.release()
+    whole(a, stream, [(REMOTE, worker.generation)])
+    assert a.peer("host-b").state == "up"
+
+
+def knock(where: tuple[str, int], folder: Path, b: FleetHost, *, listed: bool) -> None:
+    """With a key that nobody listed: it never gets in. With host-a's own: it gets in, and says what cannot be read."""
+    if listed:
+        mine = fleet_keys.load(b.root.parent / "a" / "keys", "host-a")
+    else:
+        fleet_keys.make(folder / "other", "host-a")
+        mine = fleet_keys.load(folder / "other", "host-a")
+    reason = "bad_message" if listed else "unknown_key"
+    before = b.fleet().dropped.get(reason, 0)
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as sock:
+        sock.set(zmq.LINGER, 0)
+        sock.set(zmq.CURVE_PUBLICKEY, mine.public)
+        sock.set(zmq.CURVE_SECRETKEY, mine.secret)
+        sock.set(zmq.CURVE_SERVERKEY, fleet_keys.key_of(b.root / "keys", "host-b"))
+        sock.connect(f"tcp://{where[0]}:{where[1]}")
+        for message in ([b"beat", b"\xc1"], [b"hello"], [b"add", b"", b"x"], [b"what"], [b"hello", b"t", b"1", b"2"]):
+            sock.send_multipart(message)
+        eventually(lambda: b.fleet().dropped.get(reason, 0) > before, within=30, what=f"{reason} is counted")
+    context.term()
+
+
+def test_nothing_else_crosses_hosts(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
+    a, b = hosts
+    for host in (a, b):
+        address = net.hosts[host.name]
+        assert net.listening(host.name) == {(address, HTTP_PORT), (address, FLEET_PORT)}
+
+
+def test_earlier_life_of_a_host_is_fenced(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
+    """The last test: a host stands still and a copy takes its place, as after a failover; then the first one wakes."""
+    a, b = hosts
+    stream, worker = forwarded(a, b)
+    b.process.send_signal(signal.SIGSTOP)
+    net.unplug("b")
+    root = b.root.parent / "c"
+    root.mkdir()
+    shutil.copytree(b.root / "keys", root / "keys")
+    Paths(root).make()
+    shutil.copy(Paths(b.root).fleet_life, Paths(root).fleet_life)
+    net.add("c", same_as="b")
+    copy = prepare(net, "c", "host-b", root, {"host-a": net.hosts["a"]})
+    try:
+        eventually(copy.answers, within=240, what=f"the copy answers; see {root}/router.log", every=0.1)
+        first = a.peer("host-b").life
+        eventually(lambda: a.peer("host-b").life > first and a.peer("host-b").state == "up", within=60, what="the copy")
+        copied = copy.worker("s0")
+        whole(a, stream, [(REMOTE, worker.generation)])  # a copy's worker counts from 1 too
+        assert copied.running() == 0
+    finally:
+        copy.stop()
+        net.unplug("c")
+        net.plug("b")
+        b.process.send_signal(signal.SIGCONT)
+    a.sees("host-b", "fenced")
+    assert "restart its router" in a.peer("host-b").why
+    worker.release()
+    goes_nowhere = Stream(a.url, PATH, BODY)
+    goes_nowhere.start()
+    own = a.worker("s0")
+    whole(a, goes_nowhere, [("s0", own.generation)])

@@ -43,6 +43,16 @@ class FleetHost(RouterHost):
         eventually(lambda: self.peer(host).state == state, within=within, what=f"{self.host} sees {host} {state}")
         return self.peer(host)
 
+    def come_back(self) -> None:
+        self.rpc.close()
+        self.log.close()
+        self.process, self.log = launch(self.net, self.name, self.root)
+        eventually(self.answers, within=240, what=f"router is back; see {self.root}/router.log", every=0.1)
+        self.rpc = SyncClient(Paths(self.root).router_sock)
+        for fake in self.fakes:
+            if fake.process.poll() is None and self.lives[fake.slot] == fake.generation:
+                self.register(fake)
+
     def may_use(self, slot: str) -> None:
         """Wait until the remote slot is linked."""
         eventually(
@@ -79,7 +89,7 @@ def prepare(net: Net, name: str, host: str, root: Path, peers: dict[str, str], s
     address = net.hosts[name]
     paths = Paths(root).make()
     text = config_text(HTTP_PORT, ["s0"], "request_deadline_s = 60.0").replace("127.0.0.1", address)
-    text = text.replace("max_model_len = 2048\n", f"max_model_len = 2048\n{slot}")
+    text = text.replace("max_model_len = 2048\n", f"max_model_len = 2048\n{slot}\n")
     paths.config.write_text(text + fleet_section(host, address, peers))
     record = write_record(root / "record.json")
     process, log = launch(net, name, root)
