@@ -51,14 +51,23 @@ class Answer:
         kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
         if (status == 200 and self._ticket.readers) or kind.startswith(b"text/event-stream"):
             self._kind = "events" if kind.startswith(b"text/event-stream") else "json"
-        if self._kind == "json":
-            self._start = message  # its content-length is known with the body
+        if self._kind == "json" or (self._kind == "events" and self._ticket.repeats):
+            # Its content-length is known with the body; or its first chunk may say that it is refused.
+            self._start = message
         else:
             await self._send(message)
 
     async def _body(self, message: Message) -> None:
         body = message.get("body", b"")
+        if self._kind == "refused":
+            return  # the [DONE] behind the error
         if self._kind == "events":
+            if self._start is not None:
+                start, self._start = self._start, None
+                if body.startswith(_ERROR):
+                    await self._refuse(body)
+                    return
+                await self._send(start)
             kept = self._event(body)
             if kept is None and message.get("more_body", False):
                 return
@@ -73,6 +82,17 @@ class Answer:
                 start["headers"] = [*rows, (b"content-length", str(len(body)).encode())]
             await self._send(start)
         await self._send(message)
+
+    async def _refuse(self, body: bytes) -> None:
+        """Nothing of the stream is out yet: the error is told as that of an answer which is no stream."""
+        error = body[len(b"data: ") :].split(b"\n\n", 1)[0]
+        status: int = msgspec.json.decode(error)["error"]["code"]
+        self._kind = "refused"
+        if status < 500:
+            self._mistakes[status] += 1
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(error)).encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": error})
 
     def _event(self, body: bytes) -> bytes | None:
         """The chunk as it goes out; None: the client has it."""

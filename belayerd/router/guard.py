@@ -11,6 +11,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -39,6 +40,29 @@ class Extras(msgspec.Struct):
     request_id: str | None = None
     belayer_position: int | None = None
     belayer_on_death: OnDeath | None = None
+
+
+class _Params(msgspec.Struct):
+    n: int | None = None
+    thinking_token_budget: Any = None
+
+
+class _Shape(msgspec.Struct):
+    """What is asked for, as far as it decides whether it can be had. Wrong types are left to vLLM to refuse."""
+
+    n: int | None = None
+    prompt: Any = None
+    thinking_token_budget: Any = None
+    sampling_params: _Params | None = None
+
+    def is_one_stream(self) -> bool:
+        params = self.sampling_params or _Params()
+        several = isinstance(self.prompt, list) and len(self.prompt) > 1 and not isinstance(self.prompt[0], int)
+        return not several and (self.n or 1) == 1 and (params.n or 1) == 1
+
+    def thinks(self) -> bool:
+        params = self.sampling_params or _Params()
+        return (self.thinking_token_budget, params.thinking_token_budget) != (None, None)
 
 
 class Declined(Exception):
@@ -157,32 +181,47 @@ class Guard:
 
     def _extras(self, path: str, headers: dict[bytes, bytes], body: bytes, ticket: Ticket) -> None:
         extras = read_extras(headers, body)
+        if b'"thinking_token_budget"' in body and _shape(body).thinks():
+            said = (
+                "thinking_token_budget is not supported: workers do not count thinking, so it would be without effect"
+            )
+            raise Declined(400, "refused", said)
         if extras.request_id is not None:
             if not 0 < len(extras.request_id) <= _MAX_ID:
                 raise Declined(400, "bad_request", f"a request id has 1 to {_MAX_ID} characters")
             ticket.named = True
         ticket.position, ticket.on_death = extras.belayer_position, extras.belayer_on_death
         if extras.request_id is not None or ticket.position is not None:
-            self._check_id(NAMES[path].format(extras.request_id), extras)
+            ticket.repeats = self._check_id(NAMES[path].format(extras.request_id), extras)
+        if ticket.position and not _shape(body).is_one_stream():
+            raise Declined(409, "refused", "only a request with one prompt and n=1 has a position; ask for position 0")
 
-    def _check_id(self, name: str, extras: Extras) -> None:
-        """What can be said before vLLM has read the body; the core checks again, with the content."""
+    def _check_id(self, name: str, extras: Extras) -> bool:
+        """What can be said before vLLM has read the body; the core checks again, with the content. True when a request
+        of this name is known."""
         names = (name, f"0_{name}")  # the second is the first of several choices
         running = next((self._core.requests[self._core.named[one]] for one in names if one in self._core.named), None)
         if extras.belayer_position is None:
             if running is not None and running.readers and self._core.limits.same_id is SameId.REFUSE:
                 said = f"request id {extras.request_id} is running already; name a position to hear it"
                 raise Declined(409, "refused", said)
-            return
+            return running is not None
         if extras.belayer_position < 0:
             raise Declined(400, "bad_request", "a position is 0 or more")
         found = running or next((past for one in names if (past := self._core.archive.get(one)) is not None), None)
         said = f"no request with id {extras.request_id or '(none given)'} is known"
         if extras.request_id is not None and found is not None:
             if extras.belayer_position <= len(found.tokens):
-                return
+                return True
             said = f"request {extras.request_id} has {len(found.tokens)} known tokens"
         raise Declined(404, "request_unknown", f"{said}; send it without a position")
+
+
+def _shape(body: bytes) -> _Shape:
+    try:
+        return msgspec.json.decode(body, type=_Shape)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return _Shape()
 
 
 def read_extras(headers: Mapping[bytes, bytes], body: bytes) -> Extras:

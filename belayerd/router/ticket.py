@@ -39,13 +39,14 @@ class Course:
 class Ticket:
     """``named``: the client gave an id of its own. ``position``: how many tokens of it the client has (None: it does
     not repeat). ``skipping``: the chunks now made are those that the client has. ``tokens_out``: the route
-    that answers with tokens."""
+    that answers with tokens. ``repeats``: a request with its id is known, and may have another content."""
 
     named: bool = False
     position: int | None = None
     on_death: OnDeath | None = None
     pin: str = ""
     tokens_out: bool = False
+    repeats: bool = False
     readers: list[str] = field(default_factory=list)  # the front end's ids, one per choice
     courses: dict[int, Course] = field(default_factory=dict)  # by choice
     at: dict[int, int] = field(default_factory=dict)  # tokens per choice in the chunks so far

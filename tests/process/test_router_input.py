@@ -82,6 +82,12 @@ BAD: dict[str, tuple[str, bytes, int]] = {
     "wish": ("/v1/completions", body(belayer_on_death="panic"), 400),
     "position": ("/v1/completions", body(belayer_position="here", request_id="x"), 400),
     "id a number": ("/v1/completions", body(request_id=5), 400),
+    "a thinking budget": ("/v1/completions", body(thinking_token_budget=5), 400),
+    "tokens in: a thinking budget": (
+        "/inference/v1/generate",
+        b'{"token_ids": [1], "sampling_params": {"thinking_token_budget": 5}}',
+        400,
+    ),
 }
 
 

@@ -241,13 +241,47 @@ def test_what_cannot_be_is_a_typed_error(host: RouterHost, name: str) -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, kind)
 
 
-def test_another_content_or_a_position_behind_the_end_is_refused(host: RouterHost) -> None:
+OTHER = {
+    "/v1/chat/completions": chat(TOKENS, top_p=0.5),
+    "/v1/completions": completion(TOKENS, prompt="something else"),
+    "/inference/v1/generate": tokens_in(TOKENS + 1),
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_another_content_under_a_known_id_is_a_409_before_the_stream_begins(host: RouterHost, path: str) -> None:
+    """Its route answers with a stream, and finds out what is asked for only when that stream has begun."""
     host.worker("s1")
-    repeat(host, "/v1/completions", "content", None)
-    other = repeat(host, "/v1/completions", "content", 0, completion(TOKENS, prompt="something else"))
-    assert "another content" in other.errors[0]["message"]
-    behind = repeat(host, "/v1/completions", "content", TOKENS + 1)
-    assert behind.status == 404
+    name = f"content{path.replace('/', '-')}"
+    headers = {"x-request-id": name, "x-belayer-position": "0"}
+    truth = repeat(host, path, name, None)
+    refused = httpx.post(host.url + path, json=OTHER[path], headers=headers, timeout=30)
+    assert (refused.status_code, refused.headers["content-type"]) == (409, "application/json")
+    assert "another content" in refused.json()["error"]["message"]
+    again = repeat(host, path, name, 0)  # the story itself is as it was
+    assert (again.status, again.token_ids, again.done) == (200, truth.token_ids, 1)
+    assert repeat(host, path, name, TOKENS + 1).status == 404
+    assert host.status().running + host.status().waiting == 0
+
+
+SHAPES = {
+    "two choices": ("/v1/completions", completion(TOKENS, n=2, temperature=0.9)),
+    "two choices of a chat": ("/v1/chat/completions", chat(TOKENS, n=2, temperature=0.9)),
+    "two choices of tokens": ("/inference/v1/generate", tokens_in(TOKENS, n=2, temperature=0.9)),
+    "two prompts": ("/v1/completions", completion(TOKENS, prompt=["one", "two"])),
+    "two prompts of tokens": ("/v1/completions", completion(TOKENS, prompt=[[1, 2], [3]])),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_position_in_several_streams_at_once_is_refused_before_they_begin(host: RouterHost, shape: str) -> None:
+    host.worker("s1")
+    path, body = SHAPES[shape]
+    name = f"shape-{shape}"
+    assert repeat(host, path, name, None, body).status == 200
+    headers = {"x-request-id": name, "x-belayer-position": "3"}
+    refused = httpx.post(host.url + path, json=body, headers=headers, timeout=30)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (409, "refused")
     assert host.status().running + host.status().waiting == 0
 
 
