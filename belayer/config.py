@@ -64,8 +64,10 @@ class Slot(_Section, frozen=True, kw_only=True):
     ``device``: "cpu", or "gpu", "gpu:INDEX", "gpu:UUID" as nvidia-smi -L lists them. ``kv_bytes``: size of the KV
     arena. ``kv_reuse``: a new main goes on with the KV blocks that the killed one had finished, instead of computing
     the context again; it trusts that a main which died wrote no wrong numbers before. ``spare``: takes no requests
-    until a slot of the same model is quarantined, and then takes its place. ``url_port``: a port of the router's host
-    that looks like this engine alone (0: none). ``on_death``: as router.on_death, for requests on this slot."""
+    until a slot of the same model is quarantined, and then takes its place. ``tensor_parallel``: processes that hold
+    and compute a part of the model each, on the CPU; ``kv_bytes`` is then that of one of them. ``url_port``: a port of
+    the router's host that looks like this engine alone (0: none). ``on_death``: as router.on_death, for requests on
+    this slot."""
 
     name: str
     model: str
@@ -76,6 +78,7 @@ class Slot(_Section, frozen=True, kw_only=True):
     max_num_batched_tokens: PositiveInt = 2048
     max_num_seqs: PositiveInt = 64
     threads: PositiveInt = 1
+    tensor_parallel: Annotated[int, Meta(ge=1, le=16)] = 1
     kv_reuse: bool = False
     spare: bool = False
     hang_limit_s: Positive = 2.0
@@ -206,6 +209,10 @@ class Config(_Section, frozen=True, kw_only=True):
     def model_named(self, name: str) -> Model:
         return next(model for model in self.model if model.name == name)
 
+    def ranks_of(self, model: str) -> int:
+        """Parts that a model's weights lie in: the tensor_parallel of its slots, which is checked to be one."""
+        return next((slot.tensor_parallel for slot in self.slot if slot.model == model), 1)
+
 
 SECTIONS: dict[str, type[_Section]] = {
     "host": Host,
@@ -264,6 +271,18 @@ def _absolute(path: Path, model: Model) -> Model:
     return msgspec.structs.replace(model, path=str((path.parent / model.path).resolve()))
 
 
+def _tensor_parallel(config: Config, slot: Slot, where: str) -> Any:
+    """What a slot of several ranks cannot have yet, refused by name."""
+    if slot.model in {model.name for model in config.model} and slot.tensor_parallel != config.ranks_of(slot.model):
+        yield f"{where}.tensor_parallel", f"must be the same for all slots of {slot.model!r}: their weights are shared"
+    if slot.tensor_parallel == 1:
+        return
+    if slot.device != "cpu":
+        yield f"{where}.tensor_parallel", "is built for the CPU only: on a GPU it must be 1"
+    if slot.kv_reuse:
+        yield f"{where}.kv_reuse", "is built for tensor_parallel = 1 only"
+
+
 def _problems(config: Config) -> Any:
     """Each cross-field rule that does not hold, as (key, reason)."""
     yield from _fleet_problems(config)
@@ -307,6 +326,7 @@ def _problems(config: Config) -> Any:
             )
         if slot.spare and not any(row.model == slot.model and not row.spare for row in config.slot):
             yield f"{where}.spare", f"no slot of {slot.model!r} is left that it could replace"
+        yield from _tensor_parallel(config, slot, where)
         if slot.start_deadline_s <= slot.hang_limit_s:
             yield f"{where}.start_deadline_s", "must be longer than hang_limit_s"
     keeper = config.envkeeper

@@ -7,6 +7,7 @@ naming it (pidfd_open(2)). Fence = SIGKILL to every process of the tree, then *e
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import os
@@ -18,6 +19,7 @@ from belayer.clock import monotonic
 from belayer.errors import WorkerGone
 
 _PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
 
 
 def start_time(pid: int) -> int:
@@ -54,6 +56,22 @@ def rss_mb(pid: int) -> float:
     except (FileNotFoundError, ProcessLookupError, IndexError):
         return 0.0
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def die_with_parent(parent: int) -> None:
+    """In a child right after the fork: SIGKILL for this process when ``parent`` ends (prctl(2), PR_SET_PDEATHSIG)."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it ended before the signal was asked for
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """Pids of the children that the main thread of ``pid`` has made; none when there is no such process."""
+    try:
+        return [int(child) for child in (_PROC / str(pid) / "task" / str(pid) / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def open_pidfd(pid: int, started: int) -> int:

@@ -126,7 +126,8 @@ class OwnerLink:
 
     async def arena(self, slot: str) -> ArenaInfo | None:
         status = await self.status()
-        return next((arena for arena in status.arenas if arena.slot == slot), None)
+        mine = [arena for arena in status.arenas if arena.slot == slot]
+        return min(mine, key=lambda arena: arena.rank, default=None)  # the ranks' arenas are leased as one
 
     async def arenas(self, slot: str) -> list[ArenaInfo]:
         """All of a slot's: one for each tensor-parallel rank."""

@@ -64,6 +64,20 @@ class Vital(msgspec.Struct, frozen=True):
     cpu_s: float
 
 
+_STOPPED = frozenset("Tt")
+
+
+def vital_of(processes: Sequence[Vital]) -> Vital:
+    """Of a worker of several processes, the one that beats first. One that is stopped stops all; else one that works
+    speaks for the leader that waits for it, with the most CPU that any has used (a stuck one uses it up)."""
+    leader = processes[0]
+    for kind in (_STOPPED, _WANTS_CPU):
+        for one in processes:
+            if one.state in kind:
+                return Vital(one.state, max(row.cpu_s for row in processes))
+    return leader
+
+
 # A process that wants a core and gets none is starved, not hung: its budget is then CPU time, up to this many limits.
 _STARVED = 10.0
 _WANTS_CPU = frozenset("RD")

@@ -111,9 +111,8 @@ class SlotShell:
         except WorkerGone:
             self._ended.add(ref.worker_id)
             return False
-        self._watched[ref.worker_id] = Watched(
-            ref, fd, self._paths, self._context, self._lost if lost_matters else lambda *_: None
-        )
+        lost, ranks = self._lost if lost_matters else lambda *_: None, self.config.tensor_parallel
+        self._watched[ref.worker_id] = Watched(ref, fd, self._paths, self._context, lost, ranks)
         return True
 
     def _lost(self, worker_id: str, cause: p.Cause, detail: str) -> None:

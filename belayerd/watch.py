@@ -22,13 +22,16 @@ Lost = Callable[[str, Cause, str], None]
 class Watched:
     """A live worker process: pidfd, control link, heartbeat. ``close`` forgets it; it does not kill."""
 
-    def __init__(self, ref: Ref, pidfd: int, paths: Paths, context: zmq.asyncio.Context, lost: Lost) -> None:
+    def __init__(
+        self, ref: Ref, pidfd: int, paths: Paths, context: zmq.asyncio.Context, lost: Lost, ranks: int = 1
+    ) -> None:
+        """``ranks``: tensor-parallel processes of the worker."""
         self.ref, self.pidfd = ref, pidfd
         self.link = WorkerLink(context, paths.worker_sock(ref.worker_id))
         self.seen = Observation(age_s=0.0, pulse=None)
         self._watch = Watch(paths.heartbeat(ref.worker_id), monotonic())
-        self._lost, self._told = lost, False
-        self._cpu_at_change = 0.0
+        self._lost, self._told, self._ranks = lost, False, ranks
+        self._cpu_at_change: dict[int, float] = {}
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(pidfd, self._died)
 
@@ -55,14 +58,22 @@ class Watched:
     def _observe(self, now: float, limits: policy.Limits) -> None:
         self.seen = self._watch.observe(now, policy.gap(limits))
         if self.seen.age_s == 0.0:
-            self._cpu_at_change = procs.cpu_s(self.ref.pid)
+            self._cpu_at_change = {pid: procs.cpu_s(pid) for pid in self._processes()}
 
     def _vital(self, limits: policy.Limits) -> policy.Vital:
         """Asked of /proc only when the beat is late: the usual look costs one stat(2)."""
         if self.seen.age_s <= limits.hang_limit_s:
             return policy.Vital("", 0.0)
-        pid = self.ref.pid
-        return policy.Vital(procs.state(pid), procs.cpu_s(pid) - self._cpu_at_change)
+        return policy.vital_of(
+            [
+                policy.Vital(procs.state(pid), procs.cpu_s(pid) - self._cpu_at_change.get(pid, 0.0))
+                for pid in self._processes()
+            ]
+        )
+
+    def _processes(self) -> list[int]:
+        """The worker that beats, then its other ranks: it sleeps in a step while one of them computes."""
+        return [self.ref.pid, *(procs.children(self.ref.pid) if self._ranks > 1 else ())]
 
     def _tell(self, cause: Cause, detail: str) -> None:
         if not self._told:

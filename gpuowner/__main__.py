@@ -46,7 +46,10 @@ def next_generation(paths: Paths, kind: str) -> int:
 
 def sources(config: Config) -> dict[str, Source]:
     huge = config.gpuowner.huge_pages
-    return {model.name: Source(Path(model.path), model.dtype, model.update, huge) for model in config.model}
+    return {
+        model.name: Source(Path(model.path), model.dtype, model.update, huge, config.ranks_of(model.name))
+        for model in config.model
+    }
 
 
 def open_store(paths: Paths, kind: str, choice: str) -> tuple[HolderStore | SystemdStore, Found]:
@@ -63,13 +66,15 @@ def open_store(paths: Paths, kind: str, choice: str) -> tuple[HolderStore | Syst
         ) from why
 
 
-def _load_model(vault: Vault, name: str, source: Source, last: WeightsRow | None, logger: Any) -> None:
+def _load_model(vault: Vault, name: str, rank: int, source: Source, logger: Any) -> None:
+    last: WeightsRow | None = vault.to_load.get((name, rank))
+
     def progress(done: int, nbytes: int, rate: float) -> None:
         logger.info("loading", model=name, mb=round(done / 1e6), of=round(nbytes / 1e6), mb_per_s=round(rate))
         notify(f"STATUS=loading {name}: {done >> 20} of {nbytes >> 20} MiB, {rate:.0f} MB/s")
 
     try:
-        entry = vault.models.load(name, 0, source, progress, last)
+        entry = vault.models.load(name, rank, source, progress, last)
     except BelayerError as why:
         raise ConfigInvalid(f"model {name}: {why.message}", kept=why.kept, remedy=why.remedy) from why
     info = entry.info()
@@ -90,8 +95,9 @@ async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, pat
     for said in vault.lost:
         logger.error("lost", what=said, remedy="a new shadow for that slot; a lost weight version is published again")
     for name, source in wanted.items():
-        if (name, 0) not in vault.models.entries:
-            _load_model(vault, name, source, vault.to_load.get((name, 0)), logger)
+        for rank in range(source.ranks):
+            if (name, rank) not in vault.models.entries:
+                _load_model(vault, name, rank, source, logger)
     reopen = None if choice == "systemd" else lambda: HolderStore(paths.owner_holder_sock(kind))
     service = Service(kind, paths.owner_sock(kind), vault, new_instance(), logger.info, reopen)
     service.listen()

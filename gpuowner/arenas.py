@@ -13,7 +13,7 @@ from belayer import procs
 from belayer.errors import Refused, SlotUnknown, WorkerGone
 from belayer.ids import is_name
 from belayer.messages.owner import ArenaInfo
-from gpuowner import core
+from gpuowner import core, ranks
 from gpuowner.backends.port import Allocation, Maker
 from gpuowner.keeping import Caller, Keeping, Key, resident
 from gpuowner.ledger import ArenaRow
@@ -107,7 +107,8 @@ class Arenas:
         except OSError:
             memory.close()
             raise
-        arena = core.Arena(slot, nbytes, epoch=(owner - 1) * EPOCHS_PER_LIFE, owner=owner)
+        fresh = core.Arena(slot, nbytes, epoch=(owner - 1) * EPOCHS_PER_LIFE, owner=owner)
+        arena = ranks.epoch_of(fresh, (other.arena for other in self._siblings(slot, rank)))
         entry = self.entries[slot, rank] = ArenaEntry(arena, rank, memory, name)
         self._keeping.save()
         return entry
@@ -123,6 +124,7 @@ class Arenas:
         entry = self.entry(slot, rank)
         before = entry.arena
         after = core.arena_step(before, core.Acquire(stamp=stamp, peer=by.peer, who=by.who))
+        ranks.lease_or_refuse(before, (other.arena for other in self._siblings(slot, rank)), by.who)
         fd = os.dup(entry.memory.fd)
         try:
             self._hold(entry, os.dup(by.pidfd), by.pid, procs.start_time(by.pid))
@@ -144,8 +146,18 @@ class Arenas:
     def fence(self, slot: str, rank: int, event: core.ArenaEvent) -> ArenaEntry:
         """Apply an event of the supervisor; the holder is forgotten when the arena is FREE again."""
         entry = self.entry(slot, rank)
-        self._become(entry, core.arena_step(entry.arena, event))
+        after = core.arena_step(entry.arena, event)
+        if after.state is core.ArenaState.FREE:
+            siblings = self._siblings(slot, rank)
+            after = ranks.epoch_of(after, (other.arena for other in siblings))
+            for other in siblings:
+                other.arena = ranks.lifted(other.arena, after)
+        self._become(entry, after)
         return entry
+
+    def _siblings(self, slot: str, rank: int) -> list[ArenaEntry]:
+        """The arenas of the slot's other ranks."""
+        return [row for (name, other), row in self.entries.items() if name == slot and other != rank]
 
     def peer_gone(self, peer: int) -> list[ArenaEntry]:
         """A connection ended: its leases go to FENCING at once. Returns the arenas that changed."""

@@ -50,10 +50,12 @@ def load(
     threads: int | None = None,
     huge_pages: str = "off",
     seal: bool = True,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> Loaded:
     """Load, hash and seal. ``kept``: where answers of vLLM about layouts are kept (default: the host's state folder).
     ``huge_pages``: as in ``gpuowner.hugepages``. ``seal``: False for a model that is updated in place, by writers
-    that the owner lets in.
+    that the owner lets in. ``rank`` of ``ranks``: whose part of each tensor (tensor parallel) is loaded.
 
     Raises WeightsBroken with nothing allocated or sealed, HostUnfit or OSError when memory is short.
     """
@@ -61,13 +63,14 @@ def load(
         raise WeightsBroken(f"model {model}: unknown dtype {dtype!r}", remedy=f"one of {sorted(filter(None, DTYPES))}")
     watch = Stopwatch()
     tensors = read_model(folder)
-    recipe = recipes.find(folder, tensors, dtype, kept if kept is not None else Paths().state / "recipes")
+    kept = kept if kept is not None else Paths().state / "recipes"
+    recipe = recipes.find(folder, tensors, dtype, kept, rank, ranks)
     layout, nbytes = place(recipe, tensors, DTYPES[dtype])
     if nbytes == 0:
         raise WeightsBroken(f"model {model}: {folder} holds no tensor", kept="nothing was sealed")
     nbytes = hugepages.rounded(nbytes, huge_pages)
     room_or_refuse(model, nbytes)
-    memory = Memfd(f"weights-{model}", nbytes, huge_pages)
+    memory = Memfd(f"weights-{model}" + (f"-{rank}" if ranks > 1 else ""), nbytes, huge_pages)
     files = Files()
     try:
         mapping = memory.map_writable()

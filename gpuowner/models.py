@@ -40,7 +40,7 @@ class Models:
         weights = core.Weights(model=model, nbytes=0, version=version, owner=self._keeping.generation)
         entry = self.entries[model, rank] = ModelEntry(weights, rank, source)
         try:
-            loaded = source.load(model, progress)
+            loaded = source.load(model, progress, rank)
         except BelayerError as why:
             entry.weights = core.weights_step(entry.weights, core.BuildFailed(reason=why.message))
             raise
@@ -162,6 +162,7 @@ class Models:
         """The descriptor to write, and of the last version where it is whole and elsewhere. Raises Fenced,
         WeightsTorn, HostUnfit (no room for a second copy) or Refused."""
         entry = self.entry(asked.model, asked.rank)
+        _one_rank_or_refuse(entry)
         mode = asked.mode or entry.source.update
         event = core.UpdateBegun(
             stamp=core.Stamp(asked.owner_generation, asked.from_version),
@@ -289,7 +290,7 @@ class Models:
 
         def work() -> Loaded | BelayerError | OSError:
             try:
-                return entry.source.load(asked.model, progress)
+                return entry.source.load(asked.model, progress, entry.rank)
             except (BelayerError, OSError) as why:
                 return why
 
@@ -342,6 +343,16 @@ def _tried(work: Callable[[], object]) -> Callable[[], object]:
             return why
 
     return result
+
+
+def _one_rank_or_refuse(entry: ModelEntry) -> None:
+    """A version is one of all ranks, and the ledger seals each by itself: half an update could be served."""
+    if entry.source.ranks > 1:
+        raise Refused(
+            f"weights of {entry.weights.model} lie in {entry.source.ranks} parts (tensor_parallel) and take no update",
+            kept=f"version {entry.weights.version}, {entry.weights.state.value}",
+            remedy="set tensor_parallel = 1, or change the files and restart the slots and gpuowner",
+        )
 
 
 def _label(entry: ModelEntry) -> str:

@@ -26,9 +26,9 @@ ASK_DEADLINE_S = 300.0
 
 
 class RecipeReply(msgspec.Struct, frozen=True):
-    """``message``: why there is none."""
+    """``recipes``: one for each tensor-parallel rank. ``message``: why there is none."""
 
-    recipe: Recipe | None = None
+    recipes: tuple[Recipe, ...] = ()
     message: str = ""
     remedy: str = ""
 
@@ -48,20 +48,27 @@ def read_config(folder: Path) -> tuple[bytes, dict[str, Any]]:
     return data, config
 
 
-def find(folder: Path, tensors: dict[str, RawTensor], dtype: str, kept: Path) -> Recipe:
-    """The recipe of the model in ``folder``; ``kept``: where answers are kept. Raises WeightsBroken with the reason
-    when the engine's loader does more than copy."""
+def find(folder: Path, tensors: dict[str, RawTensor], dtype: str, kept: Path, rank: int = 0, ranks: int = 1) -> Recipe:
+    """The recipe of ``rank``'s part of the model in ``folder``; ``kept``: where answers are kept. Raises WeightsBroken
+    with the reason when the engine's loader does more than copy.
+
+    How a model is cut for several ranks is for vLLM to say, of every architecture: it is asked once for all ranks."""
     raw, config = read_config(folder)
-    if is_plain(config, tensors):
+    if ranks == 1 and is_plain(config, tensors):
         return plain_recipe(config, tensors)
-    path = kept / f"{key(raw, tensors, dtype, engine_version())}.msgpack"
-    known: Recipe | None = statefile.load(path, Recipe)
+    paths = [kept / f"{key(raw, tensors, dtype, _engine(at, ranks))}.msgpack" for at in range(ranks)]
+    known: Recipe | None = statefile.load(paths[rank], Recipe)
     if known is not None:
         return known
-    recipe = ask(folder, dtype)
+    answer = ask(folder, dtype, ranks)
     kept.mkdir(mode=0o700, parents=True, exist_ok=True)
-    statefile.save(path, recipe)
-    return recipe
+    for path, recipe in zip(paths, answer, strict=True):
+        statefile.save(path, recipe)
+    return answer[rank]
+
+
+def _engine(rank: int, ranks: int) -> str:
+    return engine_version() + (f" rank {rank} of {ranks}" if ranks > 1 else "")
 
 
 def engine_version() -> str:
@@ -73,23 +80,24 @@ def engine_version() -> str:
     return ""
 
 
-def ask(folder: Path, dtype: str) -> Recipe:
-    """One child process. Raises WeightsBroken with vLLM's reason, or with the child's last words."""
+def ask(folder: Path, dtype: str, ranks: int = 1) -> tuple[Recipe, ...]:
+    """One child process; a recipe for each of ``ranks``. Raises WeightsBroken with vLLM's reason, or with the
+    child's last words."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
+        command = [sys.executable, *ASK, str(folder), dtype or "auto", str(ranks)]
         done = subprocess.run(
-            [sys.executable, *ASK, str(folder), dtype or "auto"], capture_output=True, timeout=ASK_DEADLINE_S, env=env,
-            stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+            command, capture_output=True, timeout=ASK_DEADLINE_S, env=env, stdin=subprocess.DEVNULL, check=False
+        )
         reply = msgspec.msgpack.decode(done.stdout, type=RecipeReply)
     except subprocess.TimeoutExpired as why:
         raise _unanswered(folder, f"no answer within {ASK_DEADLINE_S:.0f} s") from why
     except msgspec.MsgspecError as why:
         words = done.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no words"]
         raise _unanswered(folder, f"it ended with {done.returncode}: {words[0][:300]}") from why
-    if reply.recipe is None:
+    if len(reply.recipes) != ranks:
         raise WeightsBroken(f"model folder {folder}: {reply.message}", kept="nothing was sealed", remedy=reply.remedy)
-    return reply.recipe
+    return reply.recipes
 
 
 def _unanswered(folder: Path, why: str) -> WeightsBroken:

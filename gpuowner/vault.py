@@ -119,7 +119,8 @@ class Vault:
         if source is None or source.text() != row.source:
             if fd is not None:
                 self._forget(row.memory, fd, "the configuration asks for other weights")
-            return msgspec.structs.replace(row, from_files=True) if source else None
+            part = source is not None and row.rank < source.ranks  # it may lie in fewer parts now
+            return msgspec.structs.replace(row, from_files=True) if part else None
         if fd is None:
             if not stopped and row.memory and not (row.from_files and row.whole):
                 name = f"weights {row.model} v{row.version}"

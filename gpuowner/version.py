@@ -28,14 +28,18 @@ class Source:
     dtype: str
     update: str = SWAP
     huge_pages: str = "off"
+    ranks: int = 1
 
     def text(self) -> str:
         """Differs when the configuration asks for other bytes or another kind of memory."""
-        return f"{self.folder} {self.dtype} {self.update} {self.huge_pages}"
+        parts = f" tp{self.ranks}" if self.ranks > 1 else ""
+        return f"{self.folder} {self.dtype} {self.update} {self.huge_pages}{parts}"
 
-    def load(self, model: str, progress: Progress) -> Loaded:
+    def load(self, model: str, progress: Progress, rank: int = 0) -> Loaded:
+        """The part of tensor-parallel rank ``rank``; all of it when there is one rank."""
         return load(
-            model, self.folder, self.dtype, progress, seal=self.update == SWAP, huge_pages=self.huge_pages
+            model, self.folder, self.dtype, progress, seal=self.update == SWAP, huge_pages=self.huge_pages,
+            rank=rank, ranks=self.ranks,
         )  # fmt: skip
 
 

@@ -224,6 +224,7 @@ class Engine:
         if self._arena.epoch >= 0:
             raise Refused(f"this worker already holds the lease of epoch {self._arena.epoch}")
         ms = self._arena.promote(epoch, owner_generation)
+        self._core.take_leases(epoch, owner_generation)
         # What was computed in the private view is gone; a block of it must not be found again.
         self._flush()
         return Done(ms=ms, detail=f"lease of epoch {epoch}, arena shared at the same address")

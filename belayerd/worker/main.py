@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 import torch
 
@@ -15,10 +16,9 @@ from belayer import log
 from belayer.clock import Stopwatch
 from belayer.config import Config
 from belayer.heartbeat import Beat
-from belayer.messages.owner import Role
 from belayer.messages.worker import WorkerState
 from belayer.paths import Paths
-from belayerd.worker import blocklog
+from belayerd.worker import rank, ranks
 from belayerd.worker.adapter import seat, weights
 from belayerd.worker.adapter.core import Core, engine_args
 from belayerd.worker.adapter.device import CpuDevice
@@ -27,7 +27,6 @@ from belayerd.worker.engine import Engine, Line, Outbox, Standing
 from belayerd.worker.heart import Heart
 from belayerd.worker.priority import step_aside
 from belayerd.worker.standby import take_oracle, warm_up
-from gpuowner.attach import ArenaView, OwnerClient, WeightsView
 
 __all__ = ["run", "weights"]  # ``weights`` is imported for its effect: it registers the load format
 
@@ -37,7 +36,13 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     slot = config.slot_named(slot_name)
     model = config.model_named(slot.model)
     logger = log.setup("worker")
-    own_tmp(paths, worker_id)
+    meet = own_tmp(paths, worker_id) / "ranks"
+    # Unseeded requests draw from the process's generator; two workers of a slot must not draw the same numbers.
+    seed = int.from_bytes(os.urandom(4), "little")
+    others = ranks.fork(  # before the first thread, descriptor or lock that a rank would inherit
+        slot.tensor_parallel,
+        lambda at, leader: rank.run(at, leader, worker_id, slot, config, paths, meet, seed),
+    )
     heart = Heart(Beat(paths.heartbeat(worker_id)), slot.hang_limit_s)
     heart.announce("loading", slot.start_deadline_s)
     device = CpuDevice()  # slots on a GPU are refused by the zygote (docs/h200.md)
@@ -48,25 +53,26 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
         standing.start_ms[name] = round(watch.lap(), 1)
         heart.announce(f"warm-up: {name} done", slot.start_deadline_s)
 
+    if others.pids:
+        others.watch()
     line = Line(paths.worker_sock(worker_id))
-    owner_weights = OwnerClient(paths.owner_sock("weights"), Role.WORKER, worker_id)
-    owner_kv = OwnerClient(paths.owner_sock("kv"), Role.WORKER, worker_id)
-    for owner in (owner_weights, owner_kv):  # an owner that was killed comes back, and is told what is mapped here
-        owner.keep(lambda said: logger.warning("owner_back", said=said))
-    view = WeightsView(owner_weights, slot.model)
-    view.verify()
-    arena = ArenaView(owner_kv, slot_name, slot.kv_bytes + blocklog.room(slot.kv_bytes))
+    view, arena = rank.attach(paths, worker_id, slot, 0)
     lap("attach")
-    seat.take(seat.Seat(weights=view, arena=arena, scheduled=heart.step_begins, stepped=heart.step_ends))
+    seat.take(
+        seat.Seat(
+            weights=view, arena=arena, scheduled=heart.step_begins, stepped=heart.step_ends, ranks=others, meet=meet
+        )
+    )
     torch.set_num_threads(slot.threads)
     args = engine_args(model, slot)
-    # Unseeded requests draw from the process's generator; two workers of a slot must not draw the same numbers.
-    args.seed = int.from_bytes(os.urandom(4), "little")
+    args.seed = seed
     outbox = Outbox(line, standing, heart)
     core = Core(args, outbox.send)
     core.model_executor.collective_rpc("assert_arena")
     reuse = Reuse(core, arena.mapping.buffer_from(slot.kv_bytes)) if slot.kv_reuse else None
     core.after_step = reuse.after_step if reuse else core.after_step
+    if others.pids:
+        core.idle = core.model_executor.pulse
     core.set_weight_version(str(view.grant.version))
     lap("engine")
     vocab = core.vllm_config.model_config.get_vocab_size()
@@ -81,8 +87,9 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     line.close()
 
 
-def own_tmp(paths: Paths, worker_id: str) -> None:
+def own_tmp(paths: Paths, worker_id: str) -> Path:
     """vLLM leaves rendezvous files in TMPDIR when it is killed; in a folder of its own they go with the worker."""
     folder = paths.worker_tmp(worker_id)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    return folder

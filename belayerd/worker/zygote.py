@@ -52,6 +52,7 @@ IMPORTS = (
     "belayerd.worker.adapter.arena",
     "belayerd.worker.main",
     "vllm.v1.executor.uniproc_executor",
+    "belayerd.worker.adapter.group",
     "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.structured_output.backend_xgrammar",
     "vllm.model_executor.models.llama",

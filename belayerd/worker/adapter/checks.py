@@ -59,6 +59,15 @@ HOOKED: Hooked = (
     ("vllm.v1.engine.core", "EngineCoreProc._make_ready_response", ()),
     ("vllm.v1.engine.core", "EngineCoreProc._send_error_outputs_to_client", ("req_ids", "client_index")),
     ("vllm.v1.sample.ops.topk_topp_sampler", "TopKTopPSampler.forward_cpu", ("logits", "generators", "k", "p")),
+    ("vllm.v1.executor.abstract", "Executor._init_executor", ()),
+    ("vllm.v1.executor.abstract", "Executor.collective_rpc", ("method", "args", "kwargs", "non_block")),
+    ("vllm.v1.executor.abstract", "Executor.execute_model", ("scheduler_output", "non_block")),
+    ("vllm.v1.executor.abstract", "Executor.sample_tokens", ("grammar_output", "non_block")),
+    ("vllm.v1.executor.abstract", "Executor.initialize_from_config", ("kv_cache_configs",)),
+    ("vllm.v1.worker.worker_base", "WorkerWrapperBase.initialize_from_config", ("kv_cache_configs",)),
+    ("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker", ("all_kwargs",)),
+    ("vllm.v1.core.kv_cache_utils", "get_kv_cache_configs", ("vllm_config", "kv_cache_specs", "available_memory")),
+    ("vllm.v1.core.single_type_kv_cache_manager", "register_all_kvcache_specs", ("vllm_config",)),
     ("vllm.v1.serial_utils", "MsgpackDecoder.decode", None),
     ("vllm.v1.serial_utils", "MsgpackEncoder.encode", None),
 )  # fmt: skip
@@ -66,6 +75,12 @@ HOOKED: Hooked = (
 FIELDS: Fields = (
     ("vllm.v1.core.sched.output", "NewRequestData", ("req_id", "prompt_token_ids", "prefill_token_ids")),
     ("vllm.v1.worker.gpu_input_batch", "CachedRequestState", ("output_token_ids", "generator", "sampling_params")),
+    (
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        ("scheduled_new_reqs", "scheduled_cached_reqs", "new_block_ids_to_zero"),
+    ),
+    ("vllm.v1.core.sched.output", "GrammarOutput", ("structured_output_request_ids", "grammar_bitmask")),
     ("vllm.v1.engine", "EngineCoreOutput", ("finish_reason", "stop_reason", "events", "prefill_stats")),
     ("vllm.v1.engine", "EngineCoreRequest", ("request_id", "prompt_token_ids", "client_index", "sampling_params")),
 )

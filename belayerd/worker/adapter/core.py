@@ -22,6 +22,7 @@ logger = structlog.get_logger(daemon="worker")
 
 # Outputs of our own requests (warm-up, oracle) go to this client, which is no front.
 INTERNAL = 0xFFFF
+_GROUP = "belayerd.worker.adapter.group.GroupExecutor"
 
 
 def engine_args(model: Model, slot: Slot) -> EngineArgs:
@@ -33,7 +34,8 @@ def engine_args(model: Model, slot: Slot) -> EngineArgs:
         dtype=model.dtype,
         load_format="belayer",
         enforce_eager=True,
-        distributed_executor_backend="uni",
+        tensor_parallel_size=slot.tensor_parallel,
+        distributed_executor_backend=_GROUP if slot.tensor_parallel > 1 else "uni",
         worker_cls="belayerd.worker.adapter.arena.BelayerWorker",
         scheduler_cls="belayerd.worker.adapter.resume.ResumingScheduler",
         kv_cache_memory_bytes=slot.kv_bytes,
@@ -89,6 +91,7 @@ class Core(EngineCoreProc):
         self.enable_fault_tolerance = False
         self._resumed: set[str] = set()
         self.after_step: Callable[[], None] = _nothing
+        self.idle: Callable[[], None] = _nothing  # called in each turn without a step
         self._internal: list[EngineCoreOutput] = []
         config = args.create_engine_config()
         EngineCore.__init__(self, config, Executor.get_class(config), log_stats=False)
@@ -180,7 +183,14 @@ class Core(EngineCoreProc):
             seat().stepped()
             return ran
         self._notify_idle_state_callbacks()
+        self.idle()
         return False
+
+    def take_leases(self, epoch: int, owner_generation: int) -> None:
+        """The arenas of the other ranks, where there are any. Raises WorkerFailed: this worker then holds a part of the
+        slot and must end."""
+        if self.vllm_config.parallel_config.world_size > 1:
+            self.model_executor.promote(epoch, owner_generation)
 
     def held(self) -> bool:
         """Whether whoever called the engine's own pause keeps it from every step: requests may wait for hours."""

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from belayer.errors import BelayerError
 from belayerd.worker.adapter.bound import Bound
+from belayerd.worker.ranks import Ranks
 from gpuowner.attach import ArenaView, WeightsView
 
 
 @dataclass
 class Seat:
     """``scheduled`` is called inside each step, before the model runs, with its number of tokens; ``stepped`` after
-    the step. ``bound``: what became of the model's tensors, once they are loaded."""
+    the step. ``bound``: what became of the model's tensors, once they are loaded. ``ranks``: the other processes of a
+    tensor-parallel worker, in its leader; ``meet``: the file where they meet."""
 
     weights: WeightsView
     arena: ArenaView
     scheduled: Callable[[int], None]
     stepped: Callable[[], None]
     bound: Bound | None = None
+    ranks: Ranks | None = None
+    meet: Path | None = None
 
 
 _seat: list[Seat] = []

@@ -23,6 +23,7 @@ from vllm.model_executor.models import ModelRegistry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from belayer.errors import WeightsBroken
+from belayerd.worker.adapter.gloo import Group, join
 from gpuowner.parts import complement
 from gpuowner.recipe import Param, Piece, Recipe, is_run
 from gpuowner.recipes import read_config
@@ -93,20 +94,23 @@ class _Notes(TorchDispatchMode):
         )
 
 
-def trace(folder: Path, dtype: str, tensors: dict[str, RawTensor]) -> Recipe:
-    """The recipe of the model in ``folder`` computed in ``dtype`` (as in the configuration). Raises WeightsBroken with
-    the reason when it has none. Once per process: it sets up vLLM's process groups."""
+def trace(folder: Path, dtype: str, tensors: dict[str, RawTensor], group: Group | None = None) -> Recipe:
+    """The recipe of the model in ``folder`` computed in ``dtype`` (as in the configuration), or of this rank's part of
+    it. Raises WeightsBroken with the reason when it has none. Once per process: it sets up vLLM's process groups."""
     _look_here(read_config(folder)[1].get("architectures") or [])
-    args = EngineArgs(model=str(folder), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=16)
+    # One rank needs no peer: a store in memory, no file and no port.
+    group = group or Group(0, 1, torch.distributed.HashStore())
+    args = EngineArgs(
+        model=str(folder), dtype=dtype, skip_tokenizer_init=True, enforce_eager=True, max_model_len=16,
+        tensor_parallel_size=group.size, distributed_executor_backend="uni",
+    )  # fmt: skip
     config = args.create_engine_config()
     if config.model_config.quantization is not None:
         raise _cannot(f"it is quantized ({config.model_config.quantization})")
     with set_current_vllm_config(config):
-        # One rank needs no peer: a store in memory, no file and no port.
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        init_distributed_environment(1, 0, "env://", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
+        join(group)
+        init_distributed_environment(group.size, group.rank, "env://", group.rank, "gloo")
+        ensure_model_parallel_initialized(group.size, 1)
         # As a worker builds it: storage that nobody touches costs no memory, and not every constructor likes meta.
         with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
             model = initialize_model(config, model_config=config.model_config)

@@ -1,0 +1,214 @@
+"""vLLM's executor over our own ranks: the leader's worker in this process, the others by messages (worker.ranks).
+
+Every call goes to all ranks; each ends a call by a digest of what it found, which must be the leader's. So ranks that
+have drifted apart (another layout, another token) end the worker instead of making wrong tokens. A rank that fails in
+a call ends its process, and with it the worker.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.serial_utils import run_method
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+from belayer.clock import monotonic
+from belayer.errors import Refused, WorkerFailed
+from belayerd.worker.adapter import steps
+from belayerd.worker.adapter.gloo import Group, join
+from belayerd.worker.adapter.seat import seat
+from belayerd.worker.priority import come_back
+from belayerd.worker.ranks import Call, Line
+
+PULSE_S = 0.1
+
+# Calls whose results must be the same on all ranks, and calls whose results are the leader's own affair.
+_SAME = frozenset(
+    {
+        "get_kv_cache_spec", "get_supported_kv_cache_layouts", "determine_available_memory", "get_supported_tasks",
+        "assert_arena", "set_kv_cache_layout",
+    }
+)  # fmt: skip
+_ANY = frozenset(
+    {
+        "compile_or_warm_up_model", "reset_mm_cache", "reset_encoder_cache", "synchronize_device", "sleep", "wake_up",
+        "execute_dummy_batch", "supports_draft_weight_updates", "update_max_model_len",
+    }
+)  # fmt: skip
+
+
+def digest(thing: Any) -> bytes:
+    return hashlib.sha256(repr(thing).encode()).digest()
+
+
+def _tokens(output: Any) -> Any:
+    """What a step made, in words that two ranks share."""
+    return None if output is None else (output.req_ids, output.sampled_token_ids)
+
+
+def build(config: VllmConfig, group: Group) -> WorkerWrapperBase:
+    """This process's worker, loaded. Blocks until the others build theirs."""
+    register_all_kvcache_specs(config)
+    join(group)
+    worker = WorkerWrapperBase(rpc_rank=0, global_rank=group.rank)
+    # The process group exists, so the method is not used; its last part becomes the name of vLLM's shared memory.
+    kwargs = dict(
+        vllm_config=config, local_rank=group.rank, rank=group.rank,
+        distributed_init_method=f"file:///{group.name()}", is_driver_worker=group.rank == 0,
+    )  # fmt: skip
+    worker.init_worker(all_kwargs=[kwargs])
+    worker.init_device()
+    worker.load_model()
+    current_platform.update_block_size_for_backend(config)
+    return worker
+
+
+def _made(config: VllmConfig, specs: list[Any], memory: list[int], leader: Any, rank: int) -> Any:
+    made = get_kv_cache_configs(config, specs, memory)[rank]
+    made.kv_cache_layout, made.hash_block_size, made.cache_hit_alignment_tokens = leader
+    return made
+
+
+class GroupExecutor(Executor):
+    """The leader's side."""
+
+    def _init_executor(self) -> None:
+        if self.model_config.is_multimodal_model or self.model_config.runner_type != "generate":
+            raise WorkerFailed("several ranks compute models of text that generate only", remedy="tensor_parallel = 1")
+        held = seat()
+        if held.ranks is None or held.ranks.size != self.parallel_config.world_size:
+            raise WorkerFailed(f"this worker has no {self.parallel_config.world_size} ranks")
+        self._ranks = held.ranks
+        self._last_pulse = monotonic()
+        self._ranks.tell(Call("build"))
+        self._worker = build(self.vllm_config, Group(0, self._ranks.size, held.meet))
+        self._ranks.answers()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        if not isinstance(method, str) or kwargs or method not in _SAME | _ANY:
+            raise Refused(f"{method} cannot be called on an engine of several ranks", kept="the engine as it is")
+        mine = self._call(method, msgspec.msgpack.encode(args), lambda: run_method(self._worker, method, args, {}))
+        result = [mine, *(copy.deepcopy(mine) for _ in self._ranks.lines)]
+        if not non_block:
+            return result
+        future: Future[Any] = Future()
+        future.set_result(result)
+        return future
+
+    def _call(self, method: str, data: bytes, mine: Callable[[], Any], said: Callable[[Any], Any] | None = None) -> Any:
+        """``mine()`` in step with the ranks; ``said`` picks what all must agree on."""
+        self._ranks.tell(Call(method, data))
+        result = mine()
+        expected = digest(said(result) if said else result if method in _SAME else None)
+        for rank, answer in enumerate(self._ranks.answers(), start=1):
+            if answer != expected:
+                raise WorkerFailed(
+                    f"rank {rank} and the leader have come apart in {method}",
+                    kept="nothing of this step is sent",
+                    remedy="this worker ends; the shadow goes on from the last token",
+                )
+        return result
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
+        """Each rank makes its own from the same rule; what crosses is what the engine core has decided since."""
+        one = kv_cache_configs[0]
+        decided = (one.kv_cache_layout, one.hash_block_size, one.cache_hit_alignment_tokens)
+        data = msgspec.msgpack.encode(decided)
+        self._call(
+            "initialize_from_config", data, lambda: self._worker.initialize_from_config(kv_cache_configs),
+            lambda _: one,
+        )  # fmt: skip
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        data = steps.encode_step(scheduler_output)
+        output = self._call("execute_model", data, lambda: self._worker.execute_model(scheduler_output), _tokens)
+        if not non_block:
+            return output
+        future: Future[Any] = Future()
+        future.set_result(output)
+        return future
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        data = steps.encode_grammar(grammar_output)
+        output = self._call("sample_tokens", data, lambda: self._worker.sample_tokens(grammar_output), _tokens)
+        if not non_block:
+            return output
+        future: Future[Any] = Future()
+        future.set_result(output)
+        return future
+
+    def promote(self, epoch: int, owner_generation: int) -> None:
+        """The arenas of the ranks, after the leader's own: the lease is of all or the worker ends."""
+        self._call("promote", msgspec.msgpack.encode((epoch, owner_generation)), lambda: None)
+
+    def pulse(self) -> None:
+        """In a turn without a step: every rank answers, or this loop, and with it the heartbeat, stands still."""
+        if monotonic() - self._last_pulse >= PULSE_S:
+            self._call("pulse", b"", lambda: None)
+            self._last_pulse = monotonic()
+
+    def check_health(self) -> None:
+        """Whether the ranks live is watched by ``worker.ranks``."""
+
+    def shutdown(self) -> None:
+        """The ranks end with this process."""
+
+
+def serve(args: EngineArgs, group: Group, line: Line) -> None:
+    """A rank's life: do what the leader says, and say what came of it. Ends with the process."""
+    config = args.create_engine_config()
+    worker: Any = None
+    while True:
+        call = msgspec.msgpack.decode(line.receive(), type=Call)
+        if call.method == "build":
+            worker = build(config, group)
+            line.send(b"")
+            continue
+        line.send(digest(_do(worker, config, group, call)))
+
+
+def _do(worker: Any, config: VllmConfig, group: Group, call: Call) -> Any:
+    match call.method:
+        case "pulse":
+            return None
+        case "promote":
+            come_back()
+            seat().arena.promote(*msgspec.msgpack.decode(call.args))
+            return None
+        case "execute_model":
+            return _tokens(worker.execute_model(steps.decode_step(call.args)))
+        case "sample_tokens":
+            return _tokens(worker.sample_tokens(steps.decode_grammar(call.args)))
+        case "initialize_from_config":
+            return _initialize(worker, config, group, msgspec.msgpack.decode(call.args))
+        case "set_kv_cache_layout":
+            (config.cache_config.kv_cache_layout,) = msgspec.msgpack.decode(call.args)
+    result = run_method(worker, call.method, tuple(msgspec.msgpack.decode(call.args)), {})
+    return result if call.method in _SAME else None
+
+
+def _initialize(worker: Any, config: VllmConfig, group: Group, decided: Any) -> Any:
+    with set_current_vllm_config(config):
+        spec = worker.get_kv_cache_spec()
+        memory = worker.determine_available_memory()
+        made = _made(config, [spec] * group.size, [memory] * group.size, decided, group.rank)
+    worker.worker.initialize_from_config(made)
+    return made
