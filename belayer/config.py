@@ -94,7 +94,7 @@ class Router(_Section, frozen=True, kw_only=True):
     long a client may take to send a request. ``journal_sync``: when the disk is waited for. ``same_id``: a second
     request with the id of a running one is refused, or hears the same stream. ``on_death``: what becomes of requests
     whose worker dies and who say nothing. ``tool_parser``, ``reasoning_parser``: vLLM's names of them for this model
-    ("": no tool calls, no reasoning)."""
+    ("": no tool calls, no reasoning). ``fronts``: processes that answer on the port; more than 1 is refused."""
 
     host: Text = "127.0.0.1"
     port: Port = 8000
@@ -113,6 +113,7 @@ class Router(_Section, frozen=True, kw_only=True):
     deaths_per_request: PositiveInt = 2
     tool_parser: str = ""
     reasoning_parser: str = ""
+    fronts: PositiveInt = 1
 
 
 class Fleet(_Section, frozen=True, kw_only=True):
@@ -286,6 +287,9 @@ def _tensor_parallel(config: Config, slot: Slot, where: str) -> Any:
 def _problems(config: Config) -> Any:
     """Each cross-field rule that does not hold, as (key, reason)."""
     yield from _fleet_problems(config)
+    if config.router.fronts > 1:
+        # A repeated id must reach the front that runs it, or the request runs twice: not built, so not half-right.
+        yield "router.fronts", "several fronts on one port are not built; give each slot a url_port, or fronts = 1"
     for kind, rows in (("model", config.model), ("slot", config.slot), ("peer", config.peer)):
         names = [row.name for row in rows]
         for index, name in enumerate(names):

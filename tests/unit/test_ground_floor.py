@@ -226,6 +226,7 @@ def test_a_good_file_has_absolute_model_paths(tmp_path: Path, model: Path) -> No
         (GOOD + "hang_limit_s = 0.01\n", ["slot[0].hang_limit_s", "policy.poll_s"]),
         (GOOD + "kv_bytes = -1\n", ["slot[0].kv_bytes"]),
         (GOOD + "block_size = 16\n", ["slot[0].block_size", "multiple of 32"]),
+        (GOOD + "[router]\nfronts = 2\n", ["router.fronts", "not built", "url_port"]),
         (GOOD + "[router]\nrequest_deadline_s = 5.0\n", ["router.request_deadline_s", "fence_deadline_s"]),
     ],
 )
