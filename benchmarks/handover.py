@@ -1,179 +1,144 @@
-"""Kill and stop a main worker in mid-generation: how long until its client sees the next token?
+"""Break a main worker in mid-generation: how long until its client sees the next token, and what are the steps?
 
-Each repetition streams one seeded request with about 400 tokens of context, breaks the main worker after some tokens,
-and reads on to the end. The clock starts when the signal is sent and ends at the first token that the new main made,
-as the client reads it over HTTP. A repetition counts only if its tokens equal those of the unfailed run.
+    python -m benchmarks.handover [--quick] [--n N] [--only tiny,tiny_reuse,smollm2,smollm2_reuse]
+                                  [--kinds kill,stop,stall,stuck] [--contexts 100,400,1500] [--json FILE] [--plot FILE]
 
-Two models: SmolLM2-135M, where re-reading the context dominates, and a tiny random one, where the mechanism does; the
-former also with ``kv_reuse``, where the new main finds the context in the arena.
+Each repetition streams one seeded request, breaks the main after some of its tokens (``kill``: SIGKILL; ``stop``:
+SIGSTOP; ``stall``: blocked in a step; ``stuck``: the loop goes round and schedules nothing), and reads on to the end.
+The clock starts when the fault is asked for and ends at the first token that the new main made, as the client reads it
+over HTTP. A repetition counts only if its tokens equal those of the unfailed run; one that differs is exit status 1.
+
+Two models: SmolLM2-135M, where re-reading the context dominates, and a tiny random one, where the mechanism does; each
+also with ``kv_reuse``, where the new main finds the context in the arena. One host for all repetitions of a model.
 Baselines of the same run: a cold restart of the leanest engine and of vLLM's own server, from exec to first token.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import shutil
 import sys
 import tempfile
-import threading
-import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from belayer.clock import Stopwatch, monotonic
+from belayer.clock import Stopwatch
 from belayer.errors import BelayerError
-from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
-from belayer.messages.common import FaultProof
-from belayer.messages.control import Incident, IncidentList, InjectWorkerFault, ListIncidents
-from belayer.rpc import call_sync
+from benchmarks import tiny
 from benchmarks.cold import engine_seconds, server_seconds
+from benchmarks.handover_plot import plot
+from benchmarks.handover_turns import Bench, Turns
 from benchmarks.report import Report, parser
-from benchmarks.tiny import make as make_tiny
+from benchmarks.soak_host import SoakHost
 
-MODEL = Path(__file__).parents[1] / ".cache/models/SmolLM2-135M-Instruct"
+MODELS = Path(__file__).parents[1] / ".cache/models"
+SMOL = MODELS / "SmolLM2-135M-Instruct"
 HANG_LIMIT_S = 1.0
-# Each repetition is a failure soon after a handover; the benchmark must not end in a quarantine.
-EXTRA = "[policy]\nrepeat_window_s = 0.001\n[envkeeper]\nenabled = false\n"
-
-
-@dataclass
-class Stream:
-    """Token ids and the moment at which each chunk of them was read."""
-
-    tokens: list[int]
-    at: list[float]
-
-
-def stream(url: str, prompt: list[int], count: int, on_token: int = 0, fire: threading.Event | None = None) -> Stream:
-    """One seeded completion; sets ``fire`` when ``on_token`` tokens have been read."""
-    body = {
-        "model": "smollm2",
-        "prompt": prompt,
-        "max_tokens": count,
-        "temperature": 0.9,
-        "seed": 11,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    out = Stream([], [])
-    with urllib.request.urlopen(request, timeout=300) as reply:
-        for raw in reply:
-            line = raw.decode().strip()
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                raise BelayerError(f"the stream ended in an error: {chunk['error']}")
-            for choice in chunk["choices"]:
-                fresh = choice.get("token_ids") or []
-                if fresh:
-                    out.tokens += fresh
-                    out.at.append(monotonic())
-            if fire is not None and len(out.tokens) >= on_token:
-                fire.set()
-    return out
-
-
-def pause(seen: Stream, at: float) -> float:
-    """Seconds from the fault to the first token of the new main: the end of the longest gap after the fault."""
-    pairs = [(b - a, b) for a, b in zip(seen.at, seen.at[1:], strict=False) if b > at]
-    return max(pairs)[1] - at
-
-
-class Bench:
-    def __init__(self, host: LocalHost, url: str, context: int, output: int) -> None:
-        self._host, self._url = host, url
-        self._prompt = [2000 + (i * 7919) % 20000 for i in range(context - output // 2)]
-        self._output, self._cut = output, output // 2
-        self._reference = self._calm()
-
-    def _calm(self) -> list[int]:
-        first = stream(self._url, self._prompt, self._output).tokens
-        if stream(self._url, self._prompt, self._output).tokens != first or len(first) != self._output:
-            raise BelayerError("two unfailed runs differ: nothing can be compared with them")
-        return first
-
-    def once(self, kind: str) -> tuple[float, Incident, float]:
-        """(seconds to the next token, the incident, re-arm milliseconds)."""
-        fire, sent = threading.Event(), []
-
-        def inject() -> None:
-            fire.wait()
-            sent.append(monotonic())
-            message = InjectWorkerFault(slot="slot0", kind=kind)
-            sent.append(call_sync(self._host.paths.belayerd_sock, message, FaultProof, 30.0))
-
-        thread = threading.Thread(target=inject)
-        thread.start()
-        seen = stream(self._url, self._prompt, self._output, self._cut, fire)
-        thread.join()
-        if seen.tokens != self._reference:
-            raise BelayerError(f"tokens differ from the unfailed run after {kind}: {seen.tokens} {self._reference}")
-        status = self._host.until_protected(120.0)
-        rows = call_sync(self._host.paths.belayerd_sock, ListIncidents(limit=1), IncidentList, 10.0).incidents
-        return pause(seen, sent[0]), rows[0], status.slots[0].rearm_ms
+SLOT = f"hang_limit_s = {HANG_LIMIT_S}\n"
+RUNS = ("tiny", "tiny_reuse", "smollm2", "smollm2_reuse")
+KINDS = {
+    "kill": "",
+    "stop": f"hang limit {HANG_LIMIT_S:g} s included",
+    "stall": f"hang limit {HANG_LIMIT_S:g} s included",
+    "stuck": f"{5 * HANG_LIMIT_S:g} s without a step included",
+}
+MIDDLE = 400  # tokens of context, of the figures without "@"
 
 
 @dataclass
 class Figures:
-    """Of one model: seconds to the next token by kind, re-arm seconds, milliseconds of each step after a kill."""
+    """Of one run: by kind and context; seconds of cold restarts."""
 
-    kill: list[float]
-    stop: list[float]
-    rearm: list[float]
-    steps: dict[str, list[float]]
+    turns: dict[tuple[str, int], Turns] = field(default_factory=dict)
+    engines: list[float] = field(default_factory=list)
+    servers: list[float] = field(default_factory=list)
 
 
-def measure(model: Path, times: int, slot: str = "") -> Figures:
-    root = Path(tempfile.mkdtemp(prefix="belayer-bench-"))
-    config = demo_config(model, free_port(), slots=1, extra_slot=f"hang_limit_s = {HANG_LIMIT_S}\n{slot}", extra=EXTRA)
-    out = Figures([], [], [], {})
-    with LocalHost(root, config) as host:
-        host.start(ROLLOUT)
-        bench = Bench(host, host.until_protected().router_url, context=400, output=60)
-        for kind, into in (("kill", out.kill), ("stop", out.stop)):
-            for turn in range(times):
-                watch = Stopwatch()
-                seconds, incident, rearm_ms = bench.once(kind)
-                into.append(seconds)
-                out.rearm.append(rearm_ms / 1e3)
-                if kind == "kill":
-                    for step in incident.steps:
-                        out.steps.setdefault(step.step, []).append(step.ms)
-                    out.steps.setdefault("all steps", []).append(incident.total_ms)
-                print(
-                    f"{model.name} {kind} {turn + 1}/{times}: {seconds:.3f} s (turn {watch.ms() / 1e3:.0f} s)",
-                    file=sys.stderr,
-                )
-    shutil.rmtree(root)
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def options() -> argparse.ArgumentParser:
+    out = parser(__doc__ or "")
+    out.add_argument("--n", type=int, default=20, help="repetitions of each kind at each context")
+    out.add_argument("--only", type=words, default=list(RUNS), help=f"of {','.join(RUNS)}")
+    out.add_argument("--kinds", type=words, default=list(KINDS), help=f"of {','.join(KINDS)}")
+    out.add_argument("--contexts", type=lambda text: [int(w) for w in words(text)], default=[100, 400, 1500])
+    out.add_argument("--colds", type=int, default=3, help="cold restarts of each baseline of each model; 0: none")
     return out
 
 
-def main() -> int:
-    arguments = parser(__doc__ or "").parse_args()
-    times = 2 if arguments.quick else 12
-    tiny = make_tiny(MODEL.parent / "tiny-qwen3", MODEL)
-    report = Report("handover")
-    runs = ((MODEL, "", ""), (MODEL, "_reuse", "kv_reuse = true"), (tiny, "_tiny", ""))
-    for model, suffix, slot in runs:
-        figures = measure(model, times, slot)
-        colds = [engine_seconds(model) for _ in range(1 if arguments.quick else 3)]
-        servers = [server_seconds(model) for _ in range(1 if arguments.quick else 2)]
-        server, engine = min(servers), min(colds)
-        report.add(f"kill_to_token{suffix}", "s", figures.kill, server, "baseline: best cold_restart_vllm_server")
-        report.add(f"kill_to_token{suffix}_vs_engine", "s", figures.kill, engine, "baseline: best cold_restart_engine")
-        report.add(f"stop_to_token{suffix}", "s", figures.stop, server, f"hang limit {HANG_LIMIT_S:g} s included")
-        report.add(f"rearm{suffix}", "s", figures.rearm, None, "new main serves -> new shadow ready")
-        report.add(f"cold_restart_engine{suffix}", "s", colds)
-        report.add(f"cold_restart_vllm_server{suffix}", "s", servers)
-        for name, values in figures.steps.items():
-            report.add(f"step{suffix}: {name}", "ms", [max(value, 1e-3) for value in values])
-    report.write(arguments)
-    return 0
+def measure(run: str, wanted: argparse.Namespace, figures: Figures) -> None:
+    model = SMOL if run.startswith("smollm2") else tiny.make(MODELS / "tiny-qwen3", SMOL)
+    root = Path(tempfile.mkdtemp(prefix="belayer-bench-"))
+    slot = SLOT + ("kv_reuse = true\n" if run.endswith("_reuse") else "")
+    with SoakHost(root, model, slots=1, slot=slot) as host:
+        host.up()
+        for context in wanted.contexts:
+            bench = Bench(host, context)
+            for kind in wanted.kinds:
+                turns, watch = figures.turns.setdefault((kind, context), Turns()), Stopwatch()
+                for _ in range(wanted.n):
+                    bench.turn(kind, turns)
+                print(
+                    f"{run} {kind} at {context}: {[round(s, 3) for s in turns.seconds]} s, {turns.different} different "
+                    f"({watch.ms() / 1e3 / wanted.n:.1f} s a turn)",
+                    file=sys.stderr,
+                )
+    shutil.rmtree(root)
+    if not run.endswith("_reuse"):
+        figures.engines += [engine_seconds(model) for _ in range(wanted.colds)]
+        figures.servers += [server_seconds(model) for _ in range(min(2, wanted.colds))]
+
+
+def tell(report: Report, run: str, figures: Figures, beside: Figures) -> None:
+    """``beside``: whose cold restarts are the baseline. SmolLM2's figures have the plain names."""
+    suffix = run.removeprefix("smollm2")
+    suffix = f"_{run}" if suffix == run else suffix
+    server, engine = min(beside.servers, default=None), min(beside.engines, default=None)
+    for (kind, context), turns in figures.turns.items():
+        at = "" if context == MIDDLE else f"@{context}"
+        report.add(f"answers_different {kind}{suffix}{at}", "", [turns.different]) if turns.different else None
+        if not turns.seconds:
+            continue
+        note = KINDS[kind] or "baseline: best cold_restart_vllm_server"
+        report.add(f"{kind}_to_token{suffix}{at}", "s", turns.seconds, server, note)
+        if kind == "kill" and engine is not None:
+            report.add(f"kill_to_token{suffix}{at}_vs_engine", "s", turns.seconds, engine, "best cold_restart_engine")
+        if context == MIDDLE or len({where for _, where in figures.turns}) == 1:
+            for name, values in turns.steps.items():
+                report.add(f"step{suffix} {kind}: {name}", "ms", [max(value, 1e-3) for value in values])
+    rearms = [value for turns in figures.turns.values() for value in turns.rearm]
+    if rearms:
+        report.add(f"rearm{suffix}", "s", rearms, None, "new main serves -> new shadow ready")
+    if figures.engines:
+        report.add(f"cold_restart_engine{suffix}", "s", figures.engines)
+        report.add(f"cold_restart_vllm_server{suffix}", "s", figures.servers)
+
+
+def main(argv: list[str] | None = None) -> int:
+    wanted = options().parse_args(argv)
+    unknown = (set(wanted.only) - set(RUNS)) | (set(wanted.kinds) - set(KINDS))
+    if unknown:
+        print(f"handover: no such run or kind: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    if wanted.quick:
+        wanted.n, wanted.colds = min(wanted.n, 1), min(wanted.colds, 1)
+    report, all_figures = Report("handover"), dict[str, Figures]()
+    for run in wanted.only:
+        figures = all_figures.setdefault(run, Figures())
+        measure(run, wanted, figures)
+        tell(report, run, figures, all_figures.get(run.removesuffix("_reuse"), figures))
+    report.extra["steps_ms"] = {
+        f"{run} {kind} {context}": turns.steps
+        for run, figures in all_figures.items()
+        for (kind, context), turns in figures.turns.items()
+    }
+    png, wanted.plot = wanted.plot, None
+    report.write(wanted)
+    if png:
+        plot(png, {run: (f.turns, f.servers, f.engines) for run, f in all_figures.items()})
+    return int(any(turns.different for figures in all_figures.values() for turns in figures.turns.values()))
 
 
 if __name__ == "__main__":

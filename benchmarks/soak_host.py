@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,22 +32,33 @@ SLOT = f"hang_limit_s = {HANG_LIMIT_S}\nmax_num_batched_tokens = {CONTEXT}\n"
 
 
 class SoakHost(LocalHost):
-    """Two slots on a tiny model, and a zygote whose workers stall when the file ``sabotage`` says so."""
+    """``slots`` slots, and a zygote whose workers stall when the file ``sabotage`` says so."""
 
-    def __init__(self, root: Path, model: Path) -> None:
-        config = demo_config(model, free_port(), slots=2, extra_slot=SLOT, extra=EXTRA)
+    def __init__(
+        self, root: Path, model: Path, around_zygote: Sequence[str] = (), slots: int = 2, slot: str = SLOT
+    ) -> None:
+        """``around_zygote``: a command that ends by running the words that follow it; ``slot``: lines of each [[slot]]
+        after those of ``demo_config``, whose length of a context is ``CONTEXT`` here."""
+        config = demo_config(model, free_port(), slots=slots, extra_slot=slot, extra=EXTRA)
         super().__init__(root, config.replace("max_model_len = 2048", f"max_model_len = {CONTEXT}"))
         self.flag = self.paths.run / "sabotage"
         self.zygote: subprocess.Popen[bytes] | None = None
+        self._around = list(around_zygote)
 
     def up(self) -> None:
         with self.paths.log("zygote").open("ab") as log:
             env = {**os.environ, "BELAYER_ROOT": str(self.root)}
-            command = [sys.executable, "-m", "tests.support.sabotage"]
+            command = [*self._around, sys.executable, "-m", "tests.support.sabotage"]
             self.zygote = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
-        self.wait("zygote", lambda: self.paths.zygote_sock.exists() or None, 180.0)
+        self.wait("zygote", self._listens, 180.0)
         self.start(ROLLOUT)
         self.until_protected()
+
+    def _listens(self) -> bool | None:
+        assert self.zygote is not None
+        if self.zygote.poll() is not None:
+            raise BelayerError(f"the zygote ended with {self.zygote.returncode}: {self.tail('zygote')}")
+        return self.paths.zygote_sock.exists() or None
 
     def __exit__(self, *_: object) -> None:
         self.stop()

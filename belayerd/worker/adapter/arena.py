@@ -7,11 +7,13 @@ arena is a private view: it may warm up as it likes, the live pages stay untouch
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.v1.executor import uniproc_executor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from belayer.errors import BelayerError
@@ -19,6 +21,12 @@ from belayerd.worker.adapter import weights
 from belayerd.worker.adapter.resume import ResumingRunner
 from belayerd.worker.adapter.seat import seat
 from gpuowner.vmem import Mapping
+
+if not hasattr(uniproc_executor, "Lock"):
+    raise BelayerError("vLLM's executor of one process no longer makes a Lock: see belayerd/worker/adapter/arena.py")
+# vLLM makes a lock between processes, a name in /dev/shm: when somebody has filled that, no worker could start.
+# This engine is one process.
+uniproc_executor.Lock = threading.Lock
 
 
 class _AnswerZeros(TorchFunctionMode):
