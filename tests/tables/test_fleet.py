@@ -1,0 +1,248 @@
+"""What a host makes of its peers, and what a peer may do here: every rule without a network."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from belayer import fleet_keys
+from belayer.errors import BelayerError, ConfigInvalid, ErrorCode, Fenced, HostUnfit, Refused
+from belayer.messages.fleet import Greeting, Life, RemoteSlot, Slots
+from belayerd.router import events as ev
+from belayerd.router.core import Core, Limits
+from belayerd.router.fleet_core import PEER_NEXT, Bounds, Fit, FleetCore, PeerState
+from belayerd.router.fleet_guests import Guests
+from belayerd.router.fleet_life import next_life
+from belayerd.router.records import SlotState
+
+OLD, NEW = Life(number=10, nonce="a"), Life(number=11, nonce="b")
+SLOT = RemoteSlot(slot="s0", generation=3, state="serving", model="m", fingerprint="f", max_model_len=100, capacity=2)
+UP = {"b/s0": SlotState.SERVING}
+
+
+def peers() -> FleetCore:
+    return FleetCore({"b": "10.0.0.2:1"}, Fit("m", "f", 100), Bounds(slow_s=1.0, lost_s=5.0))
+
+
+def answer(fleet: FleetCore, at: float, life: Life = OLD, *slots: RemoteSlot, took: float = 0.1, host: str = "b",
+           standing: dict[str, SlotState] = UP) -> list[ev.Event]:  # fmt: skip
+    number = fleet.ask("b", at)
+    return fleet.answered("b", Slots(host=host, life=life, number=number, slots=slots), at + took, standing)
+
+
+def changed(**more: object) -> RemoteSlot:
+    return msgspec.structs.replace(SLOT, **more)
+
+
+def linked() -> FleetCore:
+    fleet = peers()
+    told = answer(fleet, 0.0, OLD, SLOT, standing={})
+    assert [type(event) for event in told] == [ev.Register, ev.Offer]
+    return fleet
+
+
+def test_each_link_has_an_epoch_of_its_own() -> None:
+    fleet = linked()
+    again = answer(fleet, 1.0, OLD, SLOT, standing={"b/s0": SlotState.EMPTY})
+    register = again[0]
+    assert isinstance(register, ev.Register)
+    assert (register.generation, register.worker_id) == (2, "b/s0#2")
+
+
+def test_a_silent_peer_is_slow_then_lost_and_its_slot_goes() -> None:
+    fleet = linked()
+    assert fleet.tick(0.9, UP) == []
+    assert [event.open for event in fleet.tick(1.2, UP) if isinstance(event, ev.Offer)] == [False]
+    assert fleet.tick(5.2, UP) == [ev.Unregister("b/s0", 1, ev.Cause.HOST_LOST, removed=True)]
+    assert fleet.peers["b"].state is PeerState.SILENT
+
+
+def test_an_answer_after_its_deadline_says_nothing() -> None:
+    fleet = linked()
+    fleet.tick(6.0, UP)
+    assert answer(fleet, 6.0, OLD, SLOT, took=5.0) == []
+    assert (fleet.stale, fleet.peers["b"].state) == (1, PeerState.SILENT)
+
+
+@pytest.mark.parametrize(
+    ("life", "host"), [(Life(number=9, nonce="z"), "b"), (Life(number=10, nonce="z"), "b"), (NEW, "c")]
+)
+def test_an_earlier_life_a_twin_or_another_host_is_fenced(life: Life, host: str) -> None:
+    fleet = linked()
+    told = answer(fleet, 1.0, life, SLOT, host=host)
+    assert told == [ev.Unregister("b/s0", 1, ev.Cause.HOST_LOST, removed=True)]
+    assert fleet.peers["b"].state is PeerState.FENCED
+
+
+def test_a_later_life_begins_anew() -> None:
+    told = answer(linked(), 1.0, NEW, changed(generation=1))
+    assert [type(event) for event in told] == [ev.Unregister, ev.Register, ev.Offer]
+
+
+@pytest.mark.parametrize(
+    "slot",
+    [changed(generation=2), changed(model="n"), changed(fingerprint="g"), changed(max_model_len=99)],
+    ids=["old generation", "other model", "other files", "smaller context"],
+)
+def test_a_slot_that_does_not_fit_is_let_go(slot: RemoteSlot) -> None:
+    fleet = linked()
+    assert answer(fleet, 1.0, OLD, slot) == [ev.Unregister("b/s0", 1, ev.Cause.HOST_LOST, removed=True)]
+    assert "s0" in fleet.peers["b"].why
+
+
+def test_a_slot_between_two_workers_keeps_its_link_and_gets_nothing_new() -> None:
+    told = answer(linked(), 1.0, OLD, changed(state="empty"))
+    assert told == [ev.Offer("b/s0", False, 0, 2, "")]
+
+
+def test_the_table_of_peers_is_total() -> None:
+    assert set(PEER_NEXT) == set(PeerState)
+
+
+# -- placement: a remote slot in the router's core ------------------------------------------------------------
+
+
+def core_with(*slots: tuple[str, bool]) -> Core:
+    core = Core(Limits(capacity={"s0": 1}))
+    for name, remote in slots:
+        core.step(ev.Register(name, 1, name, "x", "1", "m", remote), 0.0)
+        core.step(ev.Ready(name, 1, name, 0), 0.0)
+        if remote:
+            core.step(ev.Offer(name, True, 0, 1), 0.0)
+    return core
+
+
+def to(effects: list[ev.Effect]) -> list[str]:
+    return [effect.worker_id for effect in effects if isinstance(effect, ev.SendAdd)]
+
+
+def test_here_while_there_is_room_then_there_then_here() -> None:
+    core = core_with(("s0", False), ("b/s0", True))
+    assert [to(core.step(ev.Add(f"r{n}", (b"x",)), 0.0)) for n in range(3)] == [["s0"], ["b/s0"], ["s0"]]
+
+
+def test_a_forwarded_request_is_never_forwarded_again() -> None:
+    core = core_with(("b/s0", True))
+    assert to(core.step(ev.Add("r", (b"x",), origin="c"), 0.0)) == []
+
+
+def test_only_the_next_position_counts() -> None:
+    core = core_with(("b/s0", True))
+    core.step(ev.Add("r", (b"x",)), 0.0)
+
+    def out(seq: int, *items: ev.Item) -> list[ev.Effect]:
+        return core.step(ev.Outputs("b/s0", 1, "b/s0", seq, items, "", ("b/s0", 7)), 0.0)
+
+    assert any(isinstance(effect, ev.Deliver) for effect in out(0, ev.Item("r", (1, 2), start=0)))
+    doubled = out(1, ev.Item("r", (3,), start=2), ev.Item("r", (3,), start=2))
+    assert not any(isinstance(effect, ev.Deliver) for effect in doubled)
+    assert core.requests["r"].tokens == [1, 2]
+    assert core.requests["r"].spans[-1][1:3] == ("b/s0", 7)
+    assert core.counters.torn_links == 1
+
+
+@pytest.mark.parametrize("code", [ErrorCode.POISON_REQUEST, ErrorCode.WORKER_GONE])
+def test_a_final_word_of_another_host_ends_the_request(code: ErrorCode) -> None:
+    core = core_with(("b/s0", True))
+    core.step(ev.Add("r", (b"x",)), 0.0)
+    out = core.step(ev.HandedBack("b/s0", 1, "b/s0", 0, "r", code, "why"), 0.0)
+    assert [effect.code for effect in out if isinstance(effect, ev.Fail)] == [code]
+
+
+def test_a_request_that_comes_back_is_given_to_others_a_bounded_number_of_times() -> None:
+    core = core_with(("b/s0", True), ("c/s0", True))
+    core.step(ev.Add("r", (b"x",)), 0.0)
+    given, failed = ["b/s0"], []
+    for seq in range(4):
+        if "r" not in core.requests:
+            break
+        name = core.requests["r"].slot
+        number = core.slots[name].next_seq or 0
+        out = core.step(ev.HandedBack(name, 1, name, number, "r", ErrorCode.NO_HEALTHY_SLOT, "full"), float(seq))
+        given += to(out)
+        failed += [effect.code for effect in out if isinstance(effect, ev.Fail)]
+    assert (given, failed) == (["b/s0", "c/s0", "b/s0"], [ErrorCode.NO_HEALTHY_SLOT])
+
+
+def test_a_lost_host_gives_its_requests_to_others_with_their_tokens() -> None:
+    core = core_with(("b/s0", True), ("c/s0", True))
+    core.step(ev.Add("r", (b"x",)), 0.0)
+    core.step(ev.Outputs("b/s0", 1, "b/s0", 0, (ev.Item("r", (1, 2), start=0),)), 0.0)
+    out = core.step(ev.Unregister("b/s0", 1, ev.Cause.HOST_LOST, removed=True), 1.0)
+    assert [(one.worker_id, one.prefix) for one in out if isinstance(one, ev.SendAdd)] == [("c/s0", (1, 2))]
+    assert core.step(ev.Outputs("b/s0", 1, "b/s0", 1, (ev.Item("r", (3,), start=2),)), 1.0) == []
+    assert core.counters.late_messages == 1
+
+
+# -- guests ---------------------------------------------------------------------------------------------------
+
+
+def greeting(epoch: int = 1, life: Life = OLD) -> Greeting:
+    return Greeting(slot="s0", life=life, front=0, stamp="b/s0", worker_id="w", epoch=epoch)
+
+
+def test_a_new_link_ends_what_ran_for_the_old_one_and_old_ones_are_fenced() -> None:
+    guests = Guests(orphan_s=4.0)
+    link, ended = guests.greet("a", greeting(2), b"t1", b"r1", 0.0)
+    assert ended == []
+    assert guests.come(link, "r", 0) is False
+    _, ended = guests.greet("a", greeting(3), b"t2", b"r2", 0.0)
+    assert ended == ["r"]
+    with pytest.raises(Fenced):
+        guests.greet("a", greeting(2), b"t1", b"r1", 0.0)
+    with pytest.raises(Fenced):
+        guests.greet("a", greeting(9, Life(number=9, nonce="z")), b"t3", b"r3", 0.0)
+    assert guests.by_route(b"r1") is None
+
+
+def test_positions_are_counted_and_a_late_abort_of_an_earlier_link_ends_nothing() -> None:
+    guests = Guests(orphan_s=4.0)
+    first, _ = guests.greet("a", greeting(), b"t1", b"r1", 0.0)
+    second, _ = guests.greet("a", msgspec.structs.replace(greeting(), slot="s1"), b"t2", b"r2", 0.0)
+    guests.come(first, "r", 5)
+    assert guests.took("r", 2) == (first, 5)
+    assert guests.come(second, "r", 7) is True
+    assert guests.go(first, ["r"]) == []
+    assert guests.took("r", 1) == (second, 7)
+    other, _ = guests.greet("c", greeting(), b"t3", b"r3", 0.0)
+    with pytest.raises(Refused):
+        guests.come(other, "r", 0)
+    assert guests.silent(4.0) == [first, second, other]
+    assert guests.leave(second) == ["r"]
+    assert len(guests) == 0
+
+
+# -- keys and lives -------------------------------------------------------------------------------------------
+
+
+def test_keys(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    key = fleet_keys.make(a, "host-a")
+    other = fleet_keys.make(b, "host-b")
+    assert stat.S_IMODE((a / "host-a.key_secret").stat().st_mode) == 0o600
+    fleet_keys.add(b, "host-a", key)
+    assert fleet_keys.admitted(b) == {key: "host-a", other: "host-b"}
+    wrong: list[tuple[type[BelayerError], tuple[str, str]]] = [
+        (ConfigInvalid, ("host-c", "no key")),
+        (ConfigInvalid, ("host-c", key)),
+        (ConfigInvalid, ("host-b", key)),
+        (ConfigInvalid, ("../x", key)),
+    ]
+    for kind, (name, said) in wrong:
+        with pytest.raises(kind):
+            fleet_keys.add(b, name, said)
+    with pytest.raises(HostUnfit):
+        fleet_keys.make(a, "host-a")
+    fleet_keys.remove(b, "host-a")
+    assert fleet_keys.admitted(b) == {other: "host-b"}
+    (a / "host-a.key_secret").chmod(0o640)
+    with pytest.raises(ConfigInvalid, match="other users"):
+        fleet_keys.load(a, "host-a")
+
+
+def test_lives_grow(tmp_path: Path) -> None:
+    lives = [next_life(tmp_path / "life", str(n)).number for n in range(3)]
+    assert lives == sorted(set(lives))
