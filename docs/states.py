@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from belayerd import pair_table
 from belayerd.handover import STEPS
 from belayerd.pair import EVENTS, State
+from belayerd.router.fleet_core import PEER_NEXT
 from belayerd.router.records import REQUEST_NEXT, SLOT_NEXT
 from envkeeper import core as sandbox
 from gpuowner import core as owner
@@ -90,6 +91,7 @@ SECTIONS: tuple[tuple[str, str, Any], ...] = (
     ("Sandbox", "`envkeeper/core.py`. Every other event is refused or ignored there, with its reason.", boxes),
     ("Request at the router", "`belayerd/router/records.py`.", lambda: plain(REQUEST_NEXT)),
     ("Slot at the router", "`belayerd/router/records.py`.", lambda: plain(SLOT_NEXT)),
+    ("Peer of the fleet", "`belayerd/router/fleet_core.py`.", lambda: plain(PEER_NEXT)),
 )
 
 
