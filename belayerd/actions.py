@@ -50,7 +50,9 @@ from belayerd.handover import BY_ACTION, Action
 from belayerd.links import OwnerLink, WorkerLink
 from belayerd.pair import Ref
 
-YIELD_S = 2.0  # a slot is exposed this much longer at most
+_LOOK_S = 0.002
+YIELD_S = 1.0  # interrupted requests come first: a slot is exposed this much longer at most
+REPORT_S = 30.0  # how long step 5 is waited for, for its figure
 
 
 class Target(msgspec.Struct, kw_only=True):
@@ -147,9 +149,19 @@ class Actions:
         if arena.state == "leased":
             arena = await self.kv.begin_fence(arena)
         if arena.state == "fencing":
-            arena = await self.kv.end_fence(arena)
+            arena = await self.kv.end_fence(await self._until_dead(arena))
         if arena.state != "free":
             raise LeaseRefused(f"arena of {arena.slot} is {arena.state} (holder {arena.holder or 'none'})")
+        return arena
+
+    async def _until_dead(self, arena: ArenaInfo) -> ArenaInfo:
+        """A rank that dies with its leader leaves the group's list before its pidfd says so: nobody was left to kill,
+        and the owner, which holds a pidfd of every rank, has not seen it dead yet."""
+        end = monotonic() + self._fence_s
+        while arena.holder_alive and monotonic() < end:
+            await asyncio.sleep(_LOOK_S)
+            rows = await self.kv.arenas(arena.slot)
+            arena = next((row for row in rows if row.rank == arena.rank), arena)
         return arena
 
     async def _owners(self, target: Target) -> Performed:
@@ -226,12 +238,12 @@ class Actions:
 
     async def until_resumed(self, slot: str, generation: int) -> ResumeReport | None:
         """Step 5, seen from the router: until a token of a resumed request was delivered, or none was interrupted, or
-        ``YIELD_S`` is over. None when the router does not say."""
-        end = monotonic() + YIELD_S
+        ``REPORT_S`` is over. None when the router does not say."""
+        end = monotonic() + REPORT_S
         report: ResumeReport | None = None
         while monotonic() < end:
             try:
-                status = await self._router.call(RouterStatus(), RouterStatusReply, YIELD_S)
+                status = await self._router.call(RouterStatus(), RouterStatusReply, self._step_s)
             except DaemonUnreachable:
                 return None
             row = next((row for row in status.slots if row.slot == slot), None)

@@ -224,10 +224,10 @@ def test_killing_one_owner_leaves_the_other_serving(host: Owners) -> None:
 def test_ranks_and_slots_have_their_own_memory(host: Owners) -> None:
     host.up("kv")
     for slot, rank in (("slot0", 0), ("slot0", 1), ("slot1", 0)):
-        host.streamer(slot, rank, f"{slot}-{rank}")
+        host.streamer(slot, rank, f"{slot}-main")  # the ranks of a slot are one worker's
     host.reborn("kv")
     rows = {(row.slot, row.rank): row.holder for row in host.status("kv").arenas}
-    assert rows == {("slot0", 0): "slot0-0", ("slot0", 1): "slot0-1", ("slot1", 0): "slot1-0"}
+    assert rows == {("slot0", 0): "slot0-main", ("slot0", 1): "slot0-main", ("slot1", 0): "slot1-main"}
     host.children[1].kill()
     host.arena_in("fencing", "slot0", 1)
     assert host.the_arena("slot0", 0).state == "leased"
