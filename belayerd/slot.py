@@ -25,7 +25,7 @@ from belayer.paths import Paths
 from belayer.story import Incidents
 from belayerd import pair as p
 from belayerd import pair_table, policy
-from belayerd.actions import YIELD_S, Actions, Target
+from belayerd.actions import REPORT_S, YIELD_S, Actions, Target
 from belayerd.handover import BY_ACTION
 from belayerd.links import spawn
 from belayerd.updates import Seat
@@ -216,8 +216,7 @@ class SlotShell:
 
     async def _spawn(self, yielding: bool) -> None:
         if yielding:
-            generation = self.pair.generation
-            self._resumed(generation, await self._actions.until_resumed(self.pair.slot, generation))
+            await asyncio.wait({self._group.create_task(self._report_resumed(self.pair.generation))}, timeout=YIELD_S)
         worker_id = new_worker_id(self.config.name)
         message = SpawnWorker(worker_id=worker_id, slot=self.config.name, cgroup=self._cgroups.make(worker_id))
         try:
@@ -284,6 +283,9 @@ class SlotShell:
         )
         self._inbox.put_nowait(done)
 
+    async def _report_resumed(self, generation: int) -> None:
+        self._resumed(generation, await self._actions.until_resumed(self.pair.slot, generation))
+
     def _resumed(self, generation: int, report: ResumeReport | None) -> None:
         """Step 5 is the router's; its figure joins the incident when it is known."""
         incident = self.last_incident
@@ -291,7 +293,7 @@ class SlotShell:
             return
         said, ms = f"{report.resumed} request(s) resumed", max(report.first_token_ms, 0.0)
         if report.resumed and report.first_token_ms < 0:
-            said, ms = f"{said}, no token of them in {YIELD_S:g} s", YIELD_S * 1e3
+            said, ms = f"{said}, no token of them in {REPORT_S:g} s", REPORT_S * 1e3
         step = StepTiming(step="5 resume", ms=ms, detail=said)
         self.last_incident = msgspec.structs.replace(incident, steps=(*incident.steps, step))
         self._incidents.put(self.last_incident)

@@ -1,7 +1,7 @@
 """The life of a worker in its forked process: attach, build, warm up, take the oracle, serve.
 
-Order matters: the beat announces the start before anything slow; weights are verified before a parameter points at
-them; the arena stays private until ``TakeArena``.
+Order matters: the beat announces the start before anything slow; weights are verified before the engine
+computes with them; the arena stays private until ``TakeArena``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     if others.pids:
         others.watch()
     line = Line(paths.worker_sock(worker_id))
-    view, arena = rank.attach(paths, worker_id, slot, 0)
+    view, arena, verified = rank.attach(paths, worker_id, slot, 0)
     lap("attach")
     seat.take(
         seat.Seat(
@@ -75,6 +75,8 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
         core.idle = core.model_executor.pulse
     core.set_weight_version(str(view.grant.version))
     lap("engine")
+    verified()
+    lap("verify")
     vocab = core.vllm_config.model_config.get_vocab_size()
     warm_up(core, slot.max_model_len, slot.max_num_batched_tokens, vocab, lap)
     standing.oracle, _ = take_oracle(core, vocab, view.grant.version)
