@@ -88,6 +88,21 @@ class PrivateDocker:
         except (docker.errors.DockerException, requests.exceptions.RequestException):
             return False
 
+    def runs(self, image: str) -> bool:
+        """Whether it can run a container of ``image`` now: a dockerd whose containerd was away answers long before."""
+        client = self.client()
+        try:
+            made = client.create_container(image, entrypoint=["/bin/true"], network_disabled=True)["Id"]
+            try:
+                client.start(made)
+                return client.wait(made, timeout=30)["StatusCode"] == 0
+            except docker.errors.APIError:
+                return False
+            finally:
+                client.remove_container(made, force=True)
+        finally:
+            client.close()
+
     def take_image(self, name: str) -> None:
         """Copy an image of the host's Docker into this one, through a pipe."""
         save = subprocess.Popen(["docker", "save", name], stdout=subprocess.PIPE)
