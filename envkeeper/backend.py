@@ -85,6 +85,7 @@ class Containers:
 def containers(host: Host, config: Envkeeper, checkpoints: Path) -> Containers:
     """The backend that the configuration names; never another one because it failed. Raises HostUnfit."""
     data_root = Path(host.versions["data_root"])
+    relocks = host.plugins is not None and config.engine_path == "fast"
     dumper: Dumper
     reviver: Reviver
     if config.engine_path == "docker_api":
@@ -92,7 +93,7 @@ def containers(host: Host, config: Envkeeper, checkpoints: Path) -> Containers:
         api.check(host.versions, host.search)
         dumper, reviver = ApiDumper(api), ApiReviver(api)
     else:
-        dumper, reviver = host.criu, RuntimeReviver(host.engine, checkpoints / ".restores", host.search)
+        dumper, reviver = host.criu, RuntimeReviver(host.engine, checkpoints / ".restores", host.search, host.plugins)
     reflink = upper.shares_blocks(data_root, checkpoints)
-    checkpointer = Checkpointer(dumper, host.versions, config.checkpoint_timeout_s, reflink=reflink)
+    checkpointer = Checkpointer(dumper, host.versions, config.checkpoint_timeout_s, reflink=reflink, relocks=relocks)
     return Containers(checkpointer, Restorer(host.engine, reviver), reviver.path)

@@ -56,6 +56,7 @@ class _Frozen:
     split: mounts.Split
     folder: Path
     pool: ThreadPoolExecutor
+    relocks: bool = False
     phases: dict[str, float] = field(default_factory=dict)
     watch: Stopwatch | None = None
     frozen_ms: float | None = None
@@ -77,7 +78,9 @@ class _Frozen:
         pid = self.subject.life.pid
         self.pids = tuple(self.group.pids())
         tasks = preflight.scan(self.pids)
-        findings = preflight.judge(pid, tasks, self.split.foreign, limits=preflight.may_read_limits())
+        findings = preflight.judge(
+            pid, tasks, self.split.foreign, limits=preflight.may_read_limits(), relocks=self.relocks
+        )
         findings = findings or peers.find(pid, tasks)
         if findings:
             raise CheckpointRefused(
@@ -153,9 +156,11 @@ class Checkpointer:
         timeout_s: float,
         *,
         reflink: bool = False,
+        relocks: bool = False,
         at_once: int | None = None,
     ) -> None:
         self._dumper, self._versions, self._timeout_s, self._reflink = dumper, versions, timeout_s, reflink
+        self._relocks = relocks  # a restore takes record locks again (envkeeper.relocks)
         self._queue = threading.BoundedSemaphore(at_once or os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(thread_name_prefix="upper")
         self._rests = Rests()
@@ -194,7 +199,7 @@ class Checkpointer:
         life = subject.life
         group = freezer.of_process(life.pid)
         split = mounts.split(mounts.of_process(life.pid), BOUND)
-        frozen = _Frozen(subject, group, split, folder, self._pool)
+        frozen = _Frozen(subject, group, split, folder, self._pool, self._relocks)
         plan = DumpPlan(
             pid=life.pid,
             root=life.merged,

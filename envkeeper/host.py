@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from envkeeper.criu import SETTINGS_SHA256, Criu, search_path
 from envkeeper.engine import Engine
 
 PREFIX = Path("/opt/belayer")  # where `make setup` puts the native parts
+RELOCKS = ("x86_64",)  # machines for which there is runtime/relock.c
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,7 @@ class Host:
     search: str
     agent: Path
     versions: dict[str, str]
+    plugins: Path | None = None  # of CRIU's restore (runtime/relock.c); None on machines that have none
 
 
 def inspect(config: Envkeeper, paths: Paths, prefix: Path = PREFIX) -> Host:
@@ -50,6 +53,9 @@ def inspect(config: Envkeeper, paths: Paths, prefix: Path = PREFIX) -> Host:
         "seccomp": seccomp.digest(),
         "engine_path": config.engine_path,
     }
+    plugins = prefix / "lib" / "criu-plugins" if platform.machine() in RELOCKS else None
+    if plugins is not None:
+        versions["relock_sha256"] = sha256_of(plugins / "relock.so")
     if not Path(versions["data_root"]).is_dir():
         raise HostUnfit(
             f"Docker keeps its containers in {versions['data_root']}, which is not on this host",
@@ -62,7 +68,7 @@ def inspect(config: Envkeeper, paths: Paths, prefix: Path = PREFIX) -> Host:
         raise HostUnfit(f"envkeeper.egress: {why.message}", remedy=why.remedy) from why
     cached = criu.cache_kernel_facts()
     marks.make_folder()
-    return Host(engine, criu, search, agent, versions | {"kdat_cached": str(cached).lower()})
+    return Host(engine, criu, search, agent, versions | {"kdat_cached": str(cached).lower()}, plugins)
 
 
 def sha256_of(path: Path) -> str:

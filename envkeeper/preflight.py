@@ -63,10 +63,16 @@ class Finding:
 
 
 def judge(
-    init: int, tasks: Sequence[Task], foreign_mounts: Sequence[Mount] = (), *, limits: bool = True
+    init: int,
+    tasks: Sequence[Task],
+    foreign_mounts: Sequence[Mount] = (),
+    *,
+    limits: bool = True,
+    relocks: bool = False,
 ) -> list[Finding]:
     """Reasons against a checkpoint, empty when there is none. ``init``: the host's pid of PID 1. ``limits``: the host
-    lets us read the limits of another user's process (CAP_SYS_RESOURCE)."""
+    lets us read the limits of another user's process (CAP_SYS_RESOURCE). ``relocks``: a restore here takes record locks
+    again once all is mapped."""
     known = {task.pid: task for task in tasks}
     home = known[init].spaces if init in known else ()
     out = []
@@ -89,7 +95,7 @@ def judge(
             )
         if task.name in _ENDS_AT_EINTR:
             out.append(Finding("ends_at_dump", f"{who} ends when a dump interrupts its poll: end it, or use tmux"))
-        out += _of_descriptors(task, who)
+        out += _of_descriptors(task, who, relocks=relocks)
     out += [
         Finding("foreign_mount", f"{mount.point} is a {mount.kind} mount made inside the sandbox: unmount it first")
         for mount in foreign_mounts
@@ -97,14 +103,14 @@ def judge(
     return out
 
 
-def _of_descriptors(task: Task, who: str) -> list[Finding]:
+def _of_descriptors(task: Task, who: str, *, relocks: bool) -> list[Finding]:
     out = []
     links = [descriptor.link for descriptor in task.descriptors]
     if any("io_uring" in link for link in links):
         out.append(Finding("io_uring", f"io_uring in {who}: run it without (its rings are in no dump)"))
     if any("fanotify" in link for link in links):
         out.append(Finding("fanotify", f"{who} watches whole mounts (fanotify): run it without"))
-    locked = sorted({d.link for d in task.descriptors if d.locked and d.link in task.mapped})
+    locked = sorted({d.link for d in task.descriptors if d.locked and d.link in task.mapped and not relocks})
     for path in locked:
         # CRIU takes the locks and then maps the file, closing the descriptor that it mapped through: and with any
         # close of a file a process loses all its POSIX locks on it (fcntl(2)).

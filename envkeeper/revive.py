@@ -14,7 +14,7 @@ from typing import Protocol
 
 from belayer.errors import RestoreFailed
 from belayer.statefile import write_bytes
-from envkeeper import marks
+from envkeeper import marks, relocks
 from envkeeper.checkpoint import CRIU_FOLDER
 from envkeeper.criu import RESTORE_CONFIG, first_error
 from envkeeper.engine import Engine
@@ -42,20 +42,26 @@ class Reviver(Protocol):
 
 class RuntimeReviver:
     """``work``: a folder on the store's file system (images are hard-linked from it) for image links and logs.
-    ``search``: PATH for runc and CRIU."""
+    ``search``: PATH for runc and CRIU. ``plugins``: folder of CRIU's (envkeeper.relocks), None where there are none."""
 
     path = "fast"
 
-    def __init__(self, engine: Engine, work: Path, search: str) -> None:
-        self._engine, self._work, self._search = engine, work, search
+    def __init__(self, engine: Engine, work: Path, search: str, plugins: Path | None = None) -> None:
+        self._engine, self._work, self._search, self._plugins = engine, work, search, plugins
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         marks.make_folder()
         self._config = work / "criu.conf"
-        write_bytes(self._config, RESTORE_CONFIG.encode(), durable=False)
+        more = f"libdir {plugins}\n" if plugins is not None else ""
+        write_bytes(self._config, f"{RESTORE_CONFIG}{more}".encode(), durable=False)
 
     def revive(self, manifest: Manifest, plain: Path, container_id: str) -> None:
         """The store's images lack descriptors.json, so that Docker's own restore cannot take them (it would put the
         sandbox into the host's network); runc needs it, so it lies beside links to them for this one start."""
+        if self._plugins is None and "relock_sha256" in manifest.versions:
+            raise RestoreFailed(
+                "it was captured where restores take record locks again, and this machine has no such plugin",
+                kept="the checkpoint",
+            )
         folder = self._work / container_id
         images, logs = folder / "images", folder / "work"
         for path in (folder, logs):
@@ -80,6 +86,8 @@ class RuntimeReviver:
                 "the container started without the OCI runtime `belayer` taking its claim: that is a cold start",
                 remedy="check `docker info` for the runtime and its path",
             )
+        if self._plugins is not None:
+            relocks.prove(images)
 
     def forget(self, container_id: str) -> None:
         marks.disarm(container_id)

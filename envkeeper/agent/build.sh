@@ -4,6 +4,7 @@
 #   agent/current               symlink to the newest
 #   bin/belayer-runtime         OCI runtime that Docker's daemon.json names
 #   lib/criu-path/tar           stand-in for tar on CRIU's PATH
+#   lib/criu-plugins/relock.so  takes record locks again at the end of a restore (x86-64 only)
 # Nothing is touched when the result is already there. Needs a C compiler that links static musl: CC (default musl-gcc,
 # Debian: musl-tools; another machine's binaries: CC="python3 -m ziglang cc -target aarch64-linux-musl").
 set -eu
@@ -34,4 +35,10 @@ for pair in runtime:bin/belayer-runtime tar:lib/criu-path/tar; do
     $CC $flags -o "$work/bin" "$source"
     install_new "$work/bin" "$prefix/${pair#*:}"
 done
+case "$CC $($CC -dumpmachine 2>/dev/null)" in *x86_64*)
+    # Loaded into CRIU, which brings its own libc: none is linked here.
+    shared=$(echo "$flags" | sed 's/-static/-shared -fPIC -nostdlib -fvisibility=hidden -fno-stack-protector/')
+    $CC $shared -o "$work/relock.so" "$here/../runtime/relock.c"
+    install_new "$work/relock.so" "$prefix/lib/criu-plugins/relock.so" ;;
+esac
 echo "$prefix/agent/belayer-agent-$hash"

@@ -16,6 +16,7 @@ import pytest
 from belayer.errors import HostUnfit
 from envkeeper import native
 from envkeeper.agentlink import PROTOCOL, Action, AgentLink, open_pidfd
+from envkeeper.host import RELOCKS
 from tests.support.envhost import TREE
 from tests.support.wait import eventually
 
@@ -52,8 +53,9 @@ def is_static(path: Path) -> bool:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_machine_gets_its_own_static_parts(installed: Path, machine: str, tmp_path: Path) -> None:
     done = native.install(tmp_path, installed / "envkeeper/native", machine)
-    assert {str(path.relative_to(tmp_path).parent) for path in done} == {"agent", "bin", "lib/criu-path"}
-    assert [(machine_of(path), is_static(path)) for path in done] == [(MACHINES[machine], True)] * 3
+    plugins = {"lib/criu-plugins"} if machine in RELOCKS else set()
+    assert {str(path.relative_to(tmp_path).parent) for path in done} == {"agent", "bin", "lib/criu-path"} | plugins
+    assert [(machine_of(path), is_static(path)) for path in done] == [(MACHINES[machine], True)] * (3 + len(plugins))
     current = (tmp_path / "agent/current").resolve()
     assert current in done
     before = current.stat().st_mtime_ns

@@ -95,7 +95,7 @@ class PrivateDocker:
             made = client.create_container(image, entrypoint=["/bin/true"], network_disabled=True)["Id"]
             try:
                 client.start(made)
-                return client.wait(made, timeout=30)["StatusCode"] == 0
+                return int(client.wait(made, timeout=30)["StatusCode"]) == 0
             except docker.errors.APIError:
                 return False
             finally:

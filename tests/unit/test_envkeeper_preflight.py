@@ -37,6 +37,11 @@ def test_each_reason_has_its_kind(found: Task, kind: str) -> None:
     assert [finding.kind for finding in judge(100, [INIT, found])] == [kind]
 
 
+def test_a_lock_on_a_mapped_file_is_carried_where_restores_take_it_again() -> None:
+    found = task(descriptors=(Descriptor(5, "/s", locked=True),), mapped=frozenset({"/s"}))
+    assert judge(100, [INIT, found], relocks=True) == []
+
+
 @pytest.mark.parametrize(
     "found",
     [

@@ -216,6 +216,16 @@ CASES = [
         "(0,) locked (1,) ok\n",
         unless="lock_on_mapped_file",
     ),
+    case(
+        "W29b",
+        "record lock on a file that the process maps",
+        "found by this run",
+        service("f = open('k', 'w+b'); f.truncate(8192); m = mmap.mmap(f.fileno(), 8192); fcntl.lockf(f, fcntl.LOCK_EX, 2, 1)",
+                ask="python3 -c \"import fcntl, os; f = open('k', 'r+b'); fcntl.lockf(f, 6, 1, 0); print('free')\n"
+                    "try: fcntl.lockf(f, 6, 1, 1)\nexcept OSError: print('locked')\""),
+        "\nfree\nlocked\n",
+        unless="lock_on_mapped_file",
+    ),
     Case(
         ("W58",), "file made between two checkpoints", "podman issue 4606, E2B issue 884",
         "echo 1 > one; echo none > up", "cat one; cat two 2>/dev/null || true", "1\n", "echo 2 > two", twin=False,

@@ -206,9 +206,4 @@ CASES = [
         ("B8",), "process in namespaces of its own", "criu issue 2610", "nested_namespace",
         outside=_nested,
     ),
-    Refusal(
-        ("W29b",), "record lock on a file that the process maps", "found by this run", "lock_on_mapped_file",
-        python("f = open('k', 'w+b'); f.truncate(8192); m = mmap.mmap(f.fileno(), 8192); fcntl.lockf(f, fcntl.LOCK_EX, 1, 1)"),
-        KILL,
-    ),
 ]  # fmt: skip
