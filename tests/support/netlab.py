@@ -53,11 +53,25 @@ class Net:
         """A new host and its address; ``same_as``: with the address and hardware address of another, which must be
         unplugged first."""
         space = f"{self.name}-{host}"
-        run("ip", "netns", "add", space)
-        run("ip", "link", "add", "eth0", "netns", space, "type", "veth", "peer", "name", f"p-{host}", "netns", self.switch)
-        self._switch("ip", "link", "set", "dev", f"p-{host}", "master", "br0", "up")
         address = self.hosts[same_as] if same_as else self.address(len(self.hosts) + 1)
-        self.hosts[host] = address
+        self.hosts[host] = address  # first: what is known is taken away at the end, whatever comes between
+        run("ip", "netns", "add", space)
+        run(
+            "ip",
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            space,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            f"p-{host}",
+            "netns",
+            self.switch,
+        )
+        self._switch("ip", "link", "set", "dev", f"p-{host}", "master", "br0", "up")
         mac = f"02:00:00:00:00:{int(address.rpartition('.')[2]):02x}"
         self.inside(host, "ip", "link", "set", "eth0", "address", mac, "up")
         self.inside(host, "ip", "link", "set", "lo", "up")
@@ -85,7 +99,9 @@ class Net:
 
     def throttle(self, at: str, rate: str) -> None:
         """All that host ``at`` sends goes through a queue of this rate: it comes late."""
-        self.inside(at, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "1600", "limit", "1m")
+        self.inside(
+            at, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "1600", "limit", "1m"
+        )
 
     def free(self, at: str) -> None:
         self.inside(at, "tc", "qdisc", "del", "dev", "eth0", "root")
