@@ -12,6 +12,7 @@ HOST, FAULTS, UPDATES = "tests/e2e/test_host.py", "tests/e2e/test_pair_faults.py
 WORKER, REUSE, SOAK = "tests/e2e/test_worker.py", "tests/e2e/test_kv_reuse.py", "tests/e2e/test_soak.py"
 ROUTER, TABLE = "tests/e2e/test_router_worker.py", "tests/tables/test_pair_table.py"
 HERE, GPU = "tests/conformance/test_rollout_workers.py", "tests/conformance/test_rollout_gpu.py"
+FRONT, RANKS = "tests/conformance/test_rollout_router.py", "tests/e2e/test_tensor_parallel.py"
 LEAKS, SURVIVAL = "tests/process/test_gpuowner_leaks.py", "tests/process/test_gpuowner_survival.py"
 
 _SOAK = f"{SOAK}::test_no_false_alarm_and_no_missed_fault"
@@ -49,14 +50,17 @@ ROWS: tuple[Row, ...] = (
         "2",
         "vllm-project/vllm/issues/16259",
         "workers crashed, /health still 200",
-        (_EVERY, f"{TABLE}::test_kill_hands_over_and_re_arms"),
+        (f"{RANKS}::test_the_group_fails_over_as_one", _EVERY, f"{TABLE}::test_kill_hands_over_and_re_arms"),
         "death is seen by pidfd and not by a probe; status is unprotected until a shadow is ready",
     ),
     Row(
         "4",
         "vllm-project/vllm/issues/27313",
         "one rank stopped, the others wait in a step for it",
-        (_SOAK,),
+        (
+            f"{RANKS}::test_the_group_fails_over_as_one",
+            _SOAK,
+        ),
         "a step that never ends is a hang by the age of the beat, whatever it waits for",
     ),
     Row(
@@ -253,15 +257,30 @@ ROWS: tuple[Row, ...] = (
         "40",
         "verl-project/verl/pull/6029",
         "per-token arrays doubled on resume",
-        (_CUTS,),
+        (
+            f"{FRONT}::test_rows_40_41_every_array_of_a_resumed_answer_is_as_long_as_its_tokens",
+            _CUTS,
+        ),
         "tokens, logprobs, usage as in the unfailed run",
     ),
-    Row("41", "THUDM/slime/issues/1440", "wrong lengths after a partial rollout", (_CUTS,), "as above"),
+    Row(
+        "41",
+        "THUDM/slime/issues/1440",
+        "wrong lengths after a partial rollout",
+        (
+            f"{FRONT}::test_rows_40_41_every_array_of_a_resumed_answer_is_as_long_as_its_tokens",
+            _CUTS,
+        ),
+        "as above",
+    ),
     Row(
         "42",
         "THUDM/slime/pull/2092",
         "weight versions mixed inside one sample",
-        (f"{UPDATES}::test_a_stream_goes_on_over_an_update_and_back",),
+        (
+            f"{FRONT}::test_row_42_a_sample_of_two_weight_versions_says_which_token_is_of_which",
+            f"{UPDATES}::test_a_stream_goes_on_over_an_update_and_back",
+        ),
         "each chunk names the version of its tokens",
     ),
     Row(
@@ -269,6 +288,7 @@ ROWS: tuple[Row, ...] = (
         "NVIDIA-NeMo/RL/pull/3589",
         "failed generation counted as zero reward",
         (
+            f"{FRONT}::test_row_44_a_generation_that_failed_is_an_error_and_no_empty_text",
             "tests/process/test_router_return.py::test_what_cannot_be_is_a_typed_error",
             "tests/process/test_router_return.py::test_what_becomes_of_a_stream_whose_worker_dies_is_its_wish",
         ),
@@ -306,7 +326,11 @@ ROWS: tuple[Row, ...] = (
         "52",
         "NovaSky-AI/SkyRL/issues/1613",
         "one dead engine ends the run",
-        (_EVERY, f"{HOST}::test_second_failure_in_the_window_quarantines_and_requests_move"),
+        (
+            f"{FRONT}::test_row_52_one_of_four_engines_dies_for_good_and_the_run_goes_on",
+            _EVERY,
+            f"{HOST}::test_second_failure_in_the_window_quarantines_and_requests_move",
+        ),
         "requests resume or move",
     ),
     Row(
