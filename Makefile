@@ -32,7 +32,7 @@ lint: ## ruff and mypy only
 
 bench: setup ## handover, checkpoint and owner benchmarks; JSON under .cache/bench
 	@mkdir -p .cache/bench
-	$(PYTHON) -m benchmarks.handover --json .cache/bench/handover.json
+	$(PYTHON) -m benchmarks.handover --only tiny,smollm2 --kinds kill,stop --contexts 400 --json .cache/bench/handover.json
 	$(PYTHON) -m benchmarks.checkpoint --json .cache/bench/checkpoint.json
 	$(PYTHON) -m benchmarks.actions --json .cache/bench/actions.json
 	$(PYTHON) -m benchmarks.owner --json .cache/bench/owner.json
