@@ -53,10 +53,10 @@ def find(folder: Path, tensors: dict[str, RawTensor], dtype: str, kept: Path, ra
     with the reason when the engine's loader does more than copy.
 
     How a model is cut for several ranks is for vLLM to say, of every architecture: it is asked once for all ranks."""
-    raw, config = read_config(folder)
+    config = read_config(folder)[1]
     if ranks == 1 and is_plain(config, tensors):
         return plain_recipe(config, tensors)
-    paths = [kept / f"{key(raw, tensors, dtype, _engine(at, ranks))}.msgpack" for at in range(ranks)]
+    paths = [answer_path(folder, tensors, dtype, kept, at, ranks) for at in range(ranks)]
     known: Recipe | None = statefile.load(paths[rank], Recipe)
     if known is not None:
         return known
@@ -67,8 +67,12 @@ def find(folder: Path, tensors: dict[str, RawTensor], dtype: str, kept: Path, ra
     return answer[rank]
 
 
-def _engine(rank: int, ranks: int) -> str:
-    return engine_version() + (f" rank {rank} of {ranks}" if ranks > 1 else "")
+def answer_path(
+    folder: Path, tensors: dict[str, RawTensor], dtype: str, kept: Path, rank: int = 0, ranks: int = 1
+) -> Path:
+    """The file below ``kept`` for vLLM's answer about one rank's part."""
+    engine = engine_version() + (f" rank {rank} of {ranks}" if ranks > 1 else "")
+    return kept / f"{key(read_config(folder)[0], tensors, dtype, engine)}.msgpack"
 
 
 def engine_version() -> str:

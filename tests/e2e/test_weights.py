@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import rank_parts
 from tests.support.architectures import COUNT, ENGINES
 from tests.support.owner_stack import REPO
 from tests.support.tiny_models import KINDS, REFUSED
@@ -41,6 +42,17 @@ def test_the_layout_holds_the_bytes_that_vllms_loader_puts_there(results: Result
     assert got["differ"] == []
     assert got["rule_differs"] == [], "the rule gives the shapes that vLLM's loader was seen to fill"
     assert any(name.endswith("c_attn.weight") for name in got["reordered"]) == (kind == "gpt2"), "it is transposed"
+
+
+@pytest.mark.parametrize("kind", rank_parts.KINDS)
+def test_each_ranks_part_holds_the_bytes_that_vllms_loader_puts_there(results: Results, kind: str) -> None:
+    got = results[f"ranks-{kind}"]
+    assert got["count"] > 10
+    assert got["differ"] == []
+    assert len(set(got["digests"])) == rank_parts.RANKS
+    if kind == "llama":
+        assert any("qkv_proj" in name for name in got["halved"])
+        assert any("down_proj" in name for name in got["halved"])
 
 
 @pytest.mark.parametrize("kind", list(REFUSED))

@@ -17,7 +17,7 @@ from typing import Any
 
 from belayer import statefile
 from belayerd.worker.zygote import ENVIRONMENT
-from tests.support import tiny_models
+from tests.support import rank_parts, tiny_models
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 250, 3, 17]
 COUNT = 24
@@ -276,6 +276,8 @@ def main() -> None:
     cases: dict[str, Callable[[], dict[str, Any]]] = {}
     for kind in tiny_models.KINDS:
         cases[f"bytes-{kind}"] = lambda kind=kind: same_bytes(kind, root)  # type: ignore[misc]
+    for kind in rank_parts.KINDS:
+        cases[f"ranks-{kind}"] = lambda kind=kind: rank_parts.same_parts(kind, root, in_child)  # type: ignore[misc]
     for kind in tiny_models.REFUSED:
         cases[f"refused-{kind}"] = lambda kind=kind: refused(kind, root)  # type: ignore[misc]
     for kind in ENGINES:

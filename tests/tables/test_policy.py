@@ -77,3 +77,20 @@ def test_one_spare_is_called_for_each_quarantined_slot_of_its_model() -> None:
     assert policy.spares_to_call([fine, out, called, second]) == [], "asked again, nothing more is called"
     assert policy.spares_to_call([view("slot0", "quarantined"), out, called, second]) == ["spare1"]
     assert policy.spares_to_call([out, view("spare0", "reserve", spare=True, waiting=True, model="other")]) == []
+
+
+@pytest.mark.parametrize(
+    ("leader", "rank", "hung"),
+    [
+        (Vital("S", 0), Vital("S", 0), True),  # all asleep: a deadlock
+        (Vital("S", 0), Vital("T", 0), True),  # the leader waits for a stopped rank
+        (Vital("R", 0.1), Vital("T", 0), True),  # also while it could run
+        (Vital("S", 0), Vital("R", 0.5), False),  # the rank is starved, not the leader hung
+        (Vital("S", 0), Vital("D", 0.5), False),
+        (Vital("S", 0), Vital("R", 2.1), True),  # the rank is in an endless loop
+        (Vital("R", 0.5), Vital("S", 2.1), True),  # and the leader is only waiting for the core
+        (Vital("S", 0), Vital("Z", 0), True),
+    ],
+)
+def test_a_worker_of_two_processes_is_judged_as_one(leader: Vital, rank: Vital, hung: bool) -> None:
+    assert bool(hang(seen(2.1), policy.vital_of([leader, rank]), LIMITS)) is hung
