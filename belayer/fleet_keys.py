@@ -40,6 +40,7 @@ def make(folder: Path, name: str) -> str:
         zmq.auth.create_certificates(folder, name)
     finally:
         os.umask(old)
+    _give(folder, secret, folder / f"{name}{PUBLIC}")
     return load(folder, name).public.decode()
 
 
@@ -58,6 +59,7 @@ def add(folder: Path, name: str, key: str) -> Path:
     beside = folder / f".{name}.tmp"
     beside.write_text(f'curve\n    public-key = "{key}"\n')
     beside.chmod(0o600)
+    _give(folder, beside)
     beside.replace(path)
     return path
 
@@ -108,6 +110,14 @@ def key_of(folder: Path, name: str) -> bytes:
         if host == name:
             return key.encode()
     raise ConfigInvalid(f"no key of {name} in {folder}", remedy=f"belayerctl keys add {name} KEY")
+
+
+def _give(folder: Path, *paths: Path) -> None:
+    """Root makes keys, the router's user reads them: they belong to whom the folder belongs."""
+    owner = folder.stat()
+    for path in paths:
+        if os.geteuid() == 0:
+            os.chown(path, owner.st_uid, owner.st_gid)
 
 
 def _check_name(name: str) -> None:

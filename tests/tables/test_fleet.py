@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -220,7 +221,10 @@ def test_positions_are_counted_and_a_late_abort_of_an_earlier_link_ends_nothing(
 
 def test_keys(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
+    a.mkdir(mode=0o700)
+    os.chown(a, 12345, 12345)
     key = fleet_keys.make(a, "host-a")
+    assert (a / "host-a.key_secret").stat().st_uid == 12345, "the user of the router, who owns the folder, reads it"
     other = fleet_keys.make(b, "host-b")
     assert stat.S_IMODE((a / "host-a.key_secret").stat().st_mode) == 0o600
     fleet_keys.add(b, "host-a", key)
