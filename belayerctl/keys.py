@@ -37,7 +37,8 @@ def show(paths: Paths, as_json: bool, timeout: float) -> int:
     return _say(name, fleet_keys.load(folder, name).public.decode(), as_json)
 
 
-@keys.command(help="Admit host NAME by its public KEY.")
+# A key may begin with "-": it is no option.
+@keys.command(help="Admit host NAME by its public KEY.", context_settings={"ignore_unknown_options": True})
 @click.argument("name")
 @click.argument("key")
 @verb
