@@ -115,6 +115,9 @@ def footprints(status: HostStatusReply) -> Group:
     for cost in accounting.shadow_costs(status):
         second = f"a second full engine would cost {cost.second_engine:.0f}"
         costs.append(Text(f"{cost.slot}: its shadow costs {cost.shadow:.0f} MiB; {second}"))
+    for slot in status.slots:
+        if any(not worker.mapped_mb for worker in accounting.shadows(slot)):
+            costs.append(Text(f"{slot.slot}: its shadow was not looked at yet", style="yellow"))
     return Group(out, *costs)
 
 

@@ -33,6 +33,7 @@ _GAUGES: dict[str, tuple[str, list[str]]] = {
     "belayer_arena_epoch": ("Leases of an arena", ["name", "rank"]),
     "belayer_worker_mapped_bytes": ("All that a worker maps and that exists", ["slot", "role"]),
     "belayer_worker_share_bytes": ("A worker's fair share of what it maps with others (PSS)", ["slot", "role"]),
+    "belayer_worker_looked_at": ("1 when the memory of a worker was read; before, it has no figures", ["slot", "role"]),
     "belayer_worker_private_bytes": ("What would be free again without a worker", ["slot", "role"]),
 }
 
@@ -90,8 +91,9 @@ def _memory(kind: str, name: list[str], nbytes: int, resident: int, holders: int
 
 def _workers(slot: SlotView) -> Iterator[Row]:
     for worker in slot.workers:
+        where = [slot.slot, worker.role]
+        yield "belayer_worker_looked_at", where, float(bool(worker.mapped_mb))  # 0: its figures are not known yet
         if worker.mapped_mb:
-            where = [slot.slot, worker.role]
             yield "belayer_worker_mapped_bytes", where, worker.mapped_mb * _MIB
             yield "belayer_worker_share_bytes", where, worker.pss_mb * _MIB
             yield "belayer_worker_private_bytes", where, worker.private_mb * _MIB
