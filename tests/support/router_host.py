@@ -115,7 +115,11 @@ class RouterHost:
         record = write_record(root / "record.json")
         process, log = spawn_router(root)
         host = cls(root, port, process, log, record, SyncClient(paths.router_sock))
-        eventually(host.answers, within=240, what=f"router answers Ping; see {root}/router.log", every=0.1)
+        try:
+            eventually(host.answers, within=240, what=f"router answers Ping; see {root}/router.log", every=0.1)
+        except BaseException:
+            host.stop()  # nobody has it yet who could
+            raise
         return host
 
     def answers(self) -> bool:
