@@ -227,6 +227,16 @@ def test_a_good_file_has_absolute_model_paths(tmp_path: Path, model: Path) -> No
         (GOOD + "kv_bytes = -1\n", ["slot[0].kv_bytes"]),
         (GOOD + "block_size = 16\n", ["slot[0].block_size", "multiple of 32"]),
         (GOOD + "[router]\nfronts = 2\n", ["router.fronts", "not built", "url_port"]),
+        (GOOD + "tensor_parallel = 0\n", ["slot[0].tensor_parallel"]),
+        (GOOD + "tensor_parallel = 2\nkv_reuse = true\n", ["slot[0].kv_reuse", "tensor_parallel"]),
+        (
+            GOOD + 'tensor_parallel = 2\ndevice = "gpu"\n[gpuowner]\nmemory = "cuda_vmm"\n',
+            ["slot[0].tensor_parallel", "CPU only"],
+        ),
+        (
+            GOOD + 'tensor_parallel = 2\n[[slot]]\nname = "slot1"\nmodel = "m"\n',
+            ["slot[1].tensor_parallel", "same for all slots"],
+        ),
         (GOOD + "[router]\nrequest_deadline_s = 5.0\n", ["router.request_deadline_s", "fence_deadline_s"]),
     ],
 )
