@@ -95,6 +95,17 @@ def arenas(host: LocalHost) -> list[o.ArenaInfo]:
         client.close()
 
 
+def descriptors(host: LocalHost) -> int:
+    """Of the owners, which hold the memory, the pidfds and the connections of every rank."""
+    return sum(len(os.listdir(f"/proc/{host.pid(name)}/fd")) for name in ("gpuowner@weights", "gpuowner@kv"))
+
+
+@pytest.fixture(scope="module")
+def at_rest(host: LocalHost, truth: dict[str, Any]) -> int:
+    """Descriptors with main and shadow up, once for all faults: what each of them left would add up."""
+    return min(descriptors(host) for _ in range(50))  # connections of a status come and go
+
+
 def send(pid: int, number: signal.Signals) -> None:
     """The fault, and its proof."""
     pidfd = os.pidfd_open(pid)
@@ -113,7 +124,7 @@ FAULTS = [("rank", signal.SIGKILL, "death"), ("leader", signal.SIGKILL, "death")
 
 @pytest.mark.parametrize(("who", "number", "cause"), FAULTS, ids=["kill-rank", "kill-leader", "stop-rank"])
 def test_the_group_fails_over_as_one(
-    host: LocalHost, truth: dict[str, Any], who: str, number: signal.Signals, cause: str
+    host: LocalHost, truth: dict[str, Any], at_rest: int, who: str, number: signal.Signals, cause: str
 ) -> None:
     before = slot(host.until_protected(), "slot0")
     worker, pid = leader(before)
@@ -143,6 +154,7 @@ def test_the_group_fails_over_as_one(
         (1, "leased", new, rank_of(new_pid)),
     ]
     assert now[0].epoch == now[1].epoch == held[0].epoch + 1
+    eventually(lambda: descriptors(host) <= at_rest, within=60, what="no descriptor of the old group is kept")
     assert not host.paths.worker_tmp(worker).exists()
     assert not host.paths.heartbeat(worker).exists()
 
