@@ -79,6 +79,7 @@ class Supervisor:
                 self._log,
                 self._alert,
                 self._serves,
+                self._startable,
             )
             for slot in config.slot
         }
@@ -88,6 +89,7 @@ class Supervisor:
         self._updates = Updates(slots, self._actions.weights, in_place, policy, self._log, self._trainers.refuse_owed)
         self._actions.held = self._updates.held
         self._zygote = Zygote(paths, config_path, self._log)
+        self._sealed_once: set[str] = set()  # models whose weights were seen whole in this life
         self._router_peer = RouterPeer(self._router, self._router_back, self._log)
         self._owners: tuple[OwnerStatusReply, ...] = ()
         self._told_lost: set[tuple[str, int]] = set()
@@ -127,6 +129,14 @@ class Supervisor:
                 await self._sealed(slot.config.model)
                 work.append(group.create_task(slot.run()))
 
+    async def _startable(self, model: str) -> None:
+        """Until a worker of this model can be made. A host that was stopped and comes back knows workers of before:
+        its slots run at once, while zygote and owner are still coming up, and an attempt then would only use up the
+        restart budget. Weights are asked for once in a life of belayerd; later an owner's absence is the gate's."""
+        await self._zygote.ready.wait()
+        if model not in self._sealed_once:
+            await self._sealed(model)
+
     async def _sealed(self, model: str) -> None:
         waited = 0.0
         while waited < self._config.policy.owner_deadline_s:
@@ -135,6 +145,7 @@ class Supervisor:
             except DaemonUnreachable:
                 status = None
             if status and any(row.model == model and row.state == "sealed" for row in status.weights):
+                self._sealed_once.add(model)
                 return
             await asyncio.sleep(0.1)
             waited += 0.1

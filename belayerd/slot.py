@@ -7,7 +7,7 @@ and ``Wait`` become tasks whose end is exactly one event; everything else is don
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -47,10 +47,13 @@ class SlotShell:
         log: Any,
         alert: Callable[[str, str, int, str], None],
         serves: Callable[[str, str], None],
+        startable: Callable[[str], Awaitable[None]],
     ) -> None:
+        """``startable``: waits until a worker of this model can be made. Raises BelayerError when that takes too
+        long."""
         self.config, self._paths, self._actions, self._cgroups = slot, paths, actions, cgroups
         self._context, self._incidents, self._log = context, incidents, log.bind(slot=slot.name)
-        self._poll_s, self._alert, self._serves = limits.poll_s, alert, serves
+        self._poll_s, self._alert, self._serves, self._startable = limits.poll_s, alert, serves, startable
         self._limits = policy.Limits(
             repeat_window_s=limits.repeat_window_s,
             restart_budget=limits.restart_budget,
@@ -217,6 +220,11 @@ class SlotShell:
     async def _spawn(self, yielding: bool) -> None:
         if yielding:
             await asyncio.wait({self._group.create_task(self._report_resumed(self.pair.generation))}, timeout=YIELD_S)
+        try:
+            await self._startable(self.config.model)
+        except BelayerError as why:
+            self._inbox.put_nowait(p.SpawnFailed(reason=str(why)))
+            return
         worker_id = new_worker_id(self.config.name)
         message = SpawnWorker(worker_id=worker_id, slot=self.config.name, cgroup=self._cgroups.make(worker_id))
         try:

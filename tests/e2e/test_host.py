@@ -428,6 +428,22 @@ def test_second_failure_in_the_window_quarantines_and_requests_move(host: LocalH
     assert slot(host.until_protected(), "slot1").generation > before
 
 
+def test_a_host_that_was_stopped_comes_back_by_itself(host: LocalHost, truth: dict[str, Any]) -> None:
+    """Its slots remember workers that are gone, and run before zygote and owners do: no attempt is wasted on that."""
+    before, main = slot(host.until_protected(), "slot0").generation, os.pidfd_open(main_pid(host, "slot0"))
+    log = host.paths.log("belayerd")
+    said = log.stat().st_size
+    host.stop()
+    assert procs.is_dead(main), "its main has ended"
+    os.close(main)
+    host.start(ROLLOUT)
+    assert slot(host.until_protected(), "slot0").generation > before
+    since = log.read_text()[said:]
+    assert "zygote ready" in since
+    assert "SpawnFailed" not in since
+    assert facts(start(host, "chat").result(120)) == truth["chat"]
+
+
 def test_nothing_of_dead_workers_is_left(host: LocalHost) -> None:
     """After all of the above: sockets, heartbeats, temporary files and control groups of live workers only."""
     status = host.until_protected()
