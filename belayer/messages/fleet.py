@@ -63,9 +63,11 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """With each add: what the request wants if its worker dies ("": as the slot says)."""
+    """With each add: what the request wants if its worker dies ("": as the slot says), and the weights that made the
+    last of its tokens: older ones must not go on with them."""
 
     on_death: str = ""
+    prefix_version: str = ""
 
 
 class FleetStamp(Stamp, frozen=True, kw_only=True):

@@ -156,8 +156,8 @@ class Core(RemoteRules):
         if slot.next_seq not in (None, event.seq) or not self._in_place(slot, event.items):
             return self._torn(ev.Torn(slot.name, slot.worker_id), now)
         slot.next_seq = event.seq + 1
-        if event.weight_version:
-            slot.weight_version = event.weight_version
+        updated = bool(event.weight_version) and event.weight_version != slot.weight_version
+        slot.weight_version = event.weight_version or slot.weight_version
         out: Effects = []
         unwanted: list[str] = []
         for position, item in enumerate(event.items):
@@ -172,6 +172,8 @@ class Core(RemoteRules):
             self._take(request, slot, item, position, maker, now, out)
         if unwanted:
             out.append(ev.SendAbort(slot.worker_id, tuple(unwanted)))
+        if updated:
+            self._place_all(now, out)  # what waits for these weights
         return out
 
     def _take(
@@ -239,8 +241,9 @@ class Core(RemoteRules):
             _continue(request, past)
             request.given = 1
             if past.spans:
-                self.slots.setdefault(past.spans[-1].slot, Slot(past.spans[-1].slot))
-                request.slot = past.spans[-1].slot
+                home = past.spans[-1].slot
+                self.slots.setdefault(home, Slot(home, remote="/" in home))
+                request.slot = home
             self._enter(request)
             self.counters.recovered += 1
         return out
@@ -262,7 +265,7 @@ def _request(event: ev.Add, now: float) -> Request:
         origin=event.origin,
         # What came with it is told to nobody here: its own host has delivered it.
         tokens=list(event.prefix),
-        spans=[Span(0, event.origin, 0, "")] if event.prefix else [],
+        spans=[Span(0, f"{event.origin}/", 0, event.prefix_version)] if event.prefix else [],
         readers=[event.request_id],
     )
 

@@ -58,6 +58,7 @@ class Add(Event, frozen=True, gc=False):
     that decides the answer. ``position``: the client repeats a request and has this many tokens of it; None: a new
     one. ``eager``: what is delivered must be on disk before (docs/adr/0011). ``pin``: the slot whose URL was used.
     ``origin``: the host that forwarded it, with the tokens that it has so far as ``prefix``: it stays on this host.
+    ``prefix_version``: the weights that made the last of them.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class Add(Event, frozen=True, gc=False):
     pin: str = ""
     origin: str = ""
     prefix: tuple[int, ...] = ()
+    prefix_version: str = ""
 
 
 class Abort(Event, frozen=True, gc=False):
@@ -234,13 +236,15 @@ class Disconnect(Effect, frozen=True, gc=False):
 
 
 class SendAdd(Effect, frozen=True, gc=False):
-    """Give the request to a worker, with the tokens that it has produced so far ("" prefix: a first try)."""
+    """Give the request to a worker, with the tokens that it has produced so far ("" prefix: a first try).
+    ``prefix_version``: for another host, the weights that made the last of them."""
 
     worker_id: str
     request_id: str
     frames: tuple[bytes, ...]
     prefix: tuple[int, ...]
     on_death: str = ""
+    prefix_version: str = ""
 
 
 class SendAbort(Effect, frozen=True, gc=False):

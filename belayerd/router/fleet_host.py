@@ -91,7 +91,7 @@ class HostSide:
 
     def _add(self, link: GuestLink, rest: Sequence[bytes]) -> None:
         prefix = _prefix.decode(rest[0]) if rest[0] else ()
-        wish = msgspec.msgpack.decode(rest[1], type=Wish).on_death
+        wish = msgspec.msgpack.decode(rest[1], type=Wish)
         frames = tuple(rest[2:])
         request_id = str(msgspec.msgpack.decode(frames[0])[0])
         try:
@@ -104,10 +104,11 @@ class HostSide:
                     request_id=request_id,
                     frames=frames,
                     external_id=f"{link.host}:{request_id}",
-                    on_death=ev.OnDeath(wish) if wish else None,
+                    on_death=ev.OnDeath(wish.on_death) if wish.on_death else None,
                     pin=link.greeting.slot,
                     origin=link.host,
                     prefix=prefix,
+                    prefix_version=wish.prefix_version,
                 )
             )
         except BelayerError as error:

@@ -75,8 +75,9 @@ class FleetLink(Link):
     def _hello(self) -> list[bytes]:
         return [*super()._hello(), self._greeting]
 
-    def add(self, prefix: bytes, frames: Sequence[Any], on_death: str) -> None:
-        self.send([b"add", prefix, msgspec.msgpack.encode(Wish(on_death=on_death)), *frames])
+    def add(self, prefix: bytes, frames: Sequence[Any], on_death: str, prefix_version: str) -> None:
+        wish = Wish(on_death=on_death, prefix_version=prefix_version)
+        self.send([b"add", prefix, msgspec.msgpack.encode(wish), *frames])
 
     def _stamps(self) -> msgspec.msgpack.Decoder[Any]:
         return _stamps

@@ -115,8 +115,8 @@ class Link:
         except msgspec.DecodeError as why:
             raise BadMessage(f"worker {self.worker_id} said of itself what cannot be read: {why}") from why
 
-    def add(self, prefix: bytes, frames: Sequence[Any], on_death: str) -> None:
-        """Give it a request. ``on_death`` is for those that decide about deaths themselves."""
+    def add(self, prefix: bytes, frames: Sequence[Any], on_death: str, prefix_version: str) -> None:
+        """Give it a request. ``on_death`` and ``prefix_version`` are for those that decide about deaths themselves."""
         self.send([b"add", prefix, *frames])
 
     def made(self, stamp: Stamp) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from belayer.errors import ErrorCode
 from belayerd.router import events as ev
 from belayerd.router.archive import Archive
 from belayerd.router.records import Counters, Past, Request, RequestState, Slot, SlotState
+from belayerd.router.weight_rules import continues, serves_new
 
 Effects = list[ev.Effect]
 
@@ -112,7 +113,9 @@ class Placement:
                 self.counters.restarted += 1
         self.counters.forwarded += slot.remote
         wish = "" if request.on_death is None else request.on_death.value
-        out.append(ev.SendAdd(slot.worker_id, request.request_id, request.frames, tuple(request.tokens), wish))
+        version = request.spans[-1].weight_version if slot.remote and request.spans else ""
+        tokens = tuple(request.tokens)
+        out.append(ev.SendAdd(slot.worker_id, request.request_id, request.frames, tokens, wish, version))
 
     def _remember(self, session: str, slot: str) -> None:
         if session:
@@ -124,8 +127,15 @@ class Placement:
     def _choose(self, request: Request, but: str) -> Slot | None:
         if not self._roams(request):
             home = self.slots.get(request.slot or request.pin)
-            return home if home is not None and home.state is SlotState.SERVING else None
-        serving = [slot for slot in self.slots.values() if slot.name != but and _may_have(slot, request)]
+            if home is None or home.state is not SlotState.SERVING:
+                return None
+            if self._weights_fit(home, request):
+                return home  # else it is back with older weights: waiting for it is in vain
+        serving = [
+            slot
+            for slot in self.slots.values()
+            if slot.name != but and _may_have(slot, request) and self._weights_fit(slot, request)
+        ]
         if not serving:
             return None
         # Weights of an older version are served only while nobody on this host has newer ones. Newer ones of another
@@ -135,6 +145,38 @@ class Placement:
         fit = [slot for slot in serving if _version(slot) == newest or (slot.remote and _version(slot) > newest)]
         known = self._sessions.get(request.session, "") if request.session else ""
         return next((slot for slot in fit if slot.name == known), None) or min(fit, key=_burden)
+
+    def _weights_fit(self, slot: Slot, request: Request) -> bool:
+        """Between hosts no request falls back to older weights. Within this one its own updates decide."""
+        if request.spans:
+            made = request.spans[-1]
+            within = not (slot.remote or request.origin or "/" in made.slot)
+            return within or continues(slot.weight_version, made.weight_version)
+        return not slot.remote or self.serves_new(slot)
+
+    def serves_new(self, slot: Slot) -> bool:
+        """True when the weights of a slot of another host are not older than this host's."""
+        own = [one for one in self.slots.values() if not one.remote and one.weight_version]
+        serving = {one.weight_version for one in own if one.state is SlotState.SERVING}
+        return serves_new(slot.weight_version, serving, {one.weight_version for one in own})
+
+    def _unfit_weights(self, request: Request) -> str:
+        """Why slots that serve did not take it, for its error; "" when weights are not the reason."""
+        others = [
+            f"{slot.name} serves {slot.weight_version or 'an unknown version'}"
+            for slot in self.slots.values()
+            if _may_have(slot, request) and not self._weights_fit(slot, request)
+        ]
+        if not others:
+            return ""
+        wanted = f"this host had weights {self.own_versions()}"
+        if request.spans:
+            wanted = f"its tokens are of weights {request.spans[-1].weight_version or 'of an unknown version'}"
+        return f": {wanted}, and {', '.join(others)}"
+
+    def own_versions(self) -> str:
+        """What this host's slots serve or served last."""
+        return ", ".join(sorted({one.weight_version for one in self.slots.values() if not one.remote}))
 
     def _roams(self, request: Request) -> bool:
         """True when any slot may take it: it is at home nowhere, its slot was removed, or it waited long enough."""

@@ -62,7 +62,8 @@ class RemoteRules(SlotRules):
         slot = self.slots.get(event.slot)
         if slot is None or not slot.remote:
             return []
-        more = event.open and not slot.open
+        newer = bool(event.weight_version) and event.weight_version != slot.weight_version
+        more = event.open and (newer or not slot.open)
         slot.open, slot.capacity = event.open, event.capacity
         slot.elsewhere = max(0, event.load - len(slot.running))
         slot.weight_version = event.weight_version or slot.weight_version

@@ -246,7 +246,7 @@ class Shell:
                         self._sink.cut(reader)
                 case ev.SendAdd():
                     prefix = msgspec.msgpack.encode(effect.prefix) if effect.prefix else b""
-                    self._links[effect.worker_id].add(prefix, effect.frames, effect.on_death)
+                    self._links[effect.worker_id].add(prefix, effect.frames, effect.on_death, effect.prefix_version)
                 case ev.SendAbort():
                     self._links[effect.worker_id].send([b"abort", msgspec.msgpack.encode(effect.request_ids)])
                 case ev.Fail():

@@ -154,12 +154,15 @@ class SlotRules(Placement):
         slot = self.slots.get(event.slot)
         if slot is None or slot.worker_id != event.worker_id or slot.state is not SlotState.SERVING:
             return []
-        if event.weight_version:
-            slot.weight_version = event.weight_version
-        if slot.next_seq in (None, event.seq):
-            slot.next_seq = event.seq
-            return []
-        return self._torn(ev.Torn(slot.name, slot.worker_id), now)
+        updated = bool(event.weight_version) and event.weight_version != slot.weight_version
+        slot.weight_version = event.weight_version or slot.weight_version
+        if slot.next_seq not in (None, event.seq):
+            return self._torn(ev.Torn(slot.name, slot.worker_id), now)
+        slot.next_seq = event.seq
+        out: Effects = []
+        if updated:
+            self._place_all(now, out)  # what waits for these weights
+        return out
 
     # -- time -------------------------------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class SlotRules(Placement):
             self._fail(
                 request,
                 ErrorCode.NO_HEALTHY_SLOT,
-                f"no worker could take the request within {self.limits.waiting_s:g} s",
+                f"no worker could take the request within {self.limits.waiting_s:g} s{self._unfit_weights(request)}",
                 "see belayerctl status; send the request again when a slot serves",
                 out,
             )

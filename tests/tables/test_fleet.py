@@ -178,6 +178,119 @@ def test_a_lost_host_gives_its_requests_to_others_with_their_tokens() -> None:
     assert core.counters.late_messages == 1
 
 
+# -- weights: between hosts nothing falls back to older ones (promise R4) --------------------------------------
+
+
+def weighed(**versions: str) -> Core:
+    """Slots that serve these weights: ``b_s0`` is host b's, ``s0`` this one's."""
+    core = Core(Limits(capacity={"s0": 1}))
+    for name, version in versions.items():
+        join(core, name.replace("_", "/"), version)
+    return core
+
+
+def join(core: Core, name: str, version: str, generation: int = 1) -> list[ev.Effect]:
+    remote = "/" in name
+    core.step(ev.Register(name, generation, name, "x", version, "m", remote), 0.0)
+    out = core.step(ev.Ready(name, generation, name, 0), 0.0)
+    return out + (core.step(ev.Offer(name, True, 0, 1, version), 0.0) if remote else [])
+
+
+def started(core: Core, on: str, version: str = "") -> None:
+    assert to(core.step(ev.Add("r", (b"x",)), 0.0)) == [on]
+    core.step(ev.Outputs(on, 1, on, 0, (ev.Item("r", (1, 2), start=0),), version), 0.0)
+
+
+def lose(core: Core, name: str, generation: int = 1) -> list[ev.Effect]:
+    return core.step(ev.Unregister(name, generation, ev.Cause.HOST_LOST, removed=True), 1.0)
+
+
+FALLS = [("2", "1", False), ("1", "1", True), ("1", "2", True), ("9", "10", True), ("10", "9", False),
+         ("blue", "blue", True), ("blue", "red", False), ("blue", "3", False), ("3", "blue", False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("had", "other", "goes_on"), FALLS)
+@pytest.mark.parametrize(
+    ("first", "second"), [("s0", "b/s0"), ("b/s0", "s0"), ("b/s0", "c/s0")], ids=["to remote", "to own", "to a third"]
+)
+def test_tokens_go_on_elsewhere_only_with_weights_that_are_not_older(
+    first: str, second: str, had: str, other: str, goes_on: bool
+) -> None:
+    core = Core(Limits())
+    join(core, first, had)
+    started(core, first)
+    join(core, second, other)
+    assert to(lose(core, first)) == ([second] if goes_on else [])
+
+
+def test_a_request_that_waits_for_weights_gets_them_or_a_named_error() -> None:
+    for update in (ev.Beat("b/s0", "b/s0", 0, "2"), ev.Offer("b/s0", True, 0, 1, "2")):
+        core = weighed(s0="2", b_s0="1")
+        started(core, "s0")
+        assert to(lose(core, "s0")) == []
+        assert to(core.step(update, 2.0)) == ["b/s0"]
+    core = weighed(s0="2", b_s0="1")
+    started(core, "s0")
+    lose(core, "s0")
+    (failed,) = [one for one in core.step(ev.Tick(), 1.0 + 120.0) if isinstance(one, ev.Fail)]
+    assert failed.code == ErrorCode.NO_HEALTHY_SLOT
+    assert "its tokens are of weights 2, and b/s0 serves 1" in failed.message
+
+
+def test_a_slot_that_comes_back_older_does_not_go_on_and_holds_nothing_up() -> None:
+    core = weighed(b_s0="2", c_s0="1")
+    started(core, "b/s0", "2")
+    lose(core, "b/s0")
+    assert to(join(core, "b/s0", "1", 2)) == []
+    assert to(join(core, "d/s0", "2")) == ["d/s0"]
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "used"),
+    [("2", "1", False), ("2", "2", True), ("1", "2", True), ("blue", "red", False), ("blue", "blue", True),
+     ("2", "blue", False), ("blue", "2", False)],
+)  # fmt: skip
+@pytest.mark.parametrize("away", ["full", "quarantined", "between workers"])
+def test_a_new_request_never_gets_weights_older_than_this_host_had(own: str, other: str, used: bool, away: str) -> None:
+    core = weighed(s0=own, b_s0=other)
+    if away == "full":
+        assert to(core.step(ev.Add("first", (b"x",)), 0.0)) == ["s0"]
+    else:
+        core.step(ev.Unregister("s0", 1, ev.Cause.DIED, removed=away == "quarantined"), 0.0)
+    expected = ["b/s0"] if used else (["s0"] if away == "full" else [])
+    assert to(core.step(ev.Add("r", (b"x",)), 0.0)) == expected
+    if not expected:
+        failed = [one for one in core.step(ev.Tick(), 120.0) if isinstance(one, ev.Fail)]
+        assert f"this host had weights {own}, and b/s0 serves {other}" in failed[0].message
+
+
+def test_a_host_that_never_had_weights_takes_what_there_is() -> None:
+    assert to(weighed(b_s0="1").step(ev.Add("r", (b"x",)), 0.0)) == ["b/s0"]
+
+
+def test_a_guest_is_continued_here_only_with_weights_that_are_not_older() -> None:
+    """Its host learned of our weights a moment ago; what counts is what they are now."""
+    for version, goes_on in (("1", False), ("2", True), ("3", True)):
+        core = weighed(s0=version)
+        guest = ev.Add("r", (b"x",), pin="s0", origin="c", prefix=(1, 2), prefix_version="2")
+        assert to(core.step(guest, 0.0)) == (["s0"] if goes_on else [])
+
+
+def test_the_weights_of_the_tokens_go_along_to_another_host() -> None:
+    core = weighed(s0="2")
+    started(core, "s0")
+    join(core, "b/s0", "3")
+    (given,) = [one for one in lose(core, "s0") if isinstance(one, ev.SendAdd)]
+    assert (given.prefix, given.prefix_version) == ((1, 2), "2")
+
+
+def test_within_a_host_its_own_updates_decide() -> None:
+    core = weighed(s0="2")
+    started(core, "s0")
+    join(core, "s1", "1")
+    assert to(lose(core, "s0")) == ["s1"]
+
+
 # -- guests ---------------------------------------------------------------------------------------------------
 
 
