@@ -110,7 +110,7 @@ def _mounts() -> list[Path]:
     """What ExecStart needs at its own path: the tree, the real .venv, the Python behind it, the native parts."""
     base = Path(sys.base_prefix).resolve()
     wanted = [TREE, Path(sys.prefix).resolve(), Path("/opt/belayer/criu"), Path("/opt/belayer/agent")]
-    wanted.append(Path("/opt/belayer/bin/belayer-runtime"))
+    wanted += [Path("/opt/belayer/bin/belayer-runtime"), Path("/opt/belayer/lib")]
     # A Python of the image's own release is in the image; another one (pyenv, a build in /opt) is brought along.
     if base != Path("/usr"):
         wanted.append(base)
