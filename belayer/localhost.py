@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +34,8 @@ OWNERS = ("gpuowner@weights", "gpuowner@kv")
 ROLLOUT = (*OWNERS, "belayer-router", "belayerd")
 ALL = (*ROLLOUT, "envkeeper")
 
+_PACKAGES = frozenset({"belayerd", "gpuowner", "envkeeper"})
+_HOLDER = "gpuowner/holder.py"
 _COMMANDS = {
     "gpuowner@weights": ["gpuowner", "--kind", "weights"],
     "gpuowner@kv": ["gpuowner", "--kind", "kv"],
@@ -56,6 +59,13 @@ def demo_config(model: Path, port: int, slots: int = 2, *, extra_slot: str = "",
         for n in range(slots)
     ]
     return "\n".join([f"[router]\nport = {port}\n", *parts, extra])
+
+
+def _is_daemon(cmdline: bytes) -> bool:
+    """Of ours: ``python -m belayerd...``, or the holder, which is started by its file."""
+    words = cmdline.decode(errors="replace").split("\0")
+    modules = [word.split(".")[0] for before, word in pairwise(words) if before == "-m"]
+    return any(module in _PACKAGES for module in modules) or any(word.endswith(_HOLDER) for word in words[:5])
 
 
 class LocalHost:
@@ -199,14 +209,15 @@ class LocalHost:
         return saved if isinstance(saved, HostStatusReply) else None
 
     def _sessions(self) -> list[int]:
-        """Processes that carry this root in their environment: zygote, holders, workers between two status files."""
+        """Daemons that carry this root in their environment: zygote, holders, workers between two status files. A
+        user's own program in a shell that exports BELAYER_ROOT carries it too, and is none of ours."""
         needle = f"BELAYER_ROOT={self.root}\0".encode()
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
                 continue
             try:
-                if needle in (entry / "environ").read_bytes():
+                if needle in (entry / "environ").read_bytes() and _is_daemon((entry / "cmdline").read_bytes()):
                     found.append(int(entry.name))
             except (FileNotFoundError, ProcessLookupError, PermissionError):
                 continue

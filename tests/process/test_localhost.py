@@ -1,0 +1,31 @@
+"""A private host ends what is its own, and nothing else that knows its root."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from belayer.localhost import LocalHost
+
+
+def test_a_users_program_with_the_root_in_its_environment_is_not_killed() -> None:
+    """A shell that exports BELAYER_ROOT for belayerctl has an editor or a trainer as its children too."""
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        host = LocalHost(Path(folder), "")
+        env = {**os.environ, "BELAYER_ROOT": folder}
+        users = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=env)
+        holder = "import sys; sys.argv; input()"
+        ours = subprocess.Popen([sys.executable, "-c", holder, "/x/gpuowner/holder.py"], stdin=subprocess.PIPE, env=env)
+        try:
+            host.stop()
+            assert ours.wait(10) == -9, "what looks like the holder of this root has ended"
+            assert users.poll() is None
+            users.communicate(b"\n", 10)
+            assert users.returncode == 0
+        finally:
+            for child in (users, ours):
+                child.kill()
+                child.communicate()
