@@ -70,8 +70,16 @@ def slots(status: HostStatusReply) -> Group:
             f"{slot.rearm_ms / 1000:.2f} s" if slot.rearm_ms else "-",
             f"{slot.model} v{slot.weight_version}",
         )
-    reasons = [Text(f"{slot.slot}: {slot.reason}", style="yellow") for slot in status.slots if slot.reason]
+    reasons = [
+        Text(f"{slot.slot}: {slot.reason}{_way_out(slot)}", style="yellow") for slot in status.slots if slot.reason
+    ]
     return Group(out, *reasons, workers(status))
+
+
+def _way_out(slot: SlotView) -> str:
+    """Where only an operator can help, the words say how."""
+    waits = slot.state in ("quarantined", "empty")
+    return f"; once that is mended: belayerctl restore {slot.slot}" if waits else ""
 
 
 def workers(status: HostStatusReply) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Console, RenderableType
 
 from belayer.messages import control, router, sandbox
@@ -42,6 +43,13 @@ def host(**changes: object) -> control.HostStatusReply:
     return control.HostStatusReply(
         host="node-17", pid=1, instance="i", at=0.0, slots=(slot,), router="up", router_url="http://10.0.0.17:8000"
     )
+
+
+def test_a_slot_that_waits_for_an_operator_says_for_what() -> None:
+    assert "belayerctl restore rollout-0" in " ".join(shown(render.slots(host())))
+    serving = msgspec.structs.replace(host().slots[0], state="protected")
+    calm = msgspec.structs.replace(host(), slots=(serving,))
+    assert "belayerctl restore" not in " ".join(shown(render.slots(calm)))
 
 
 def test_slots_fit_and_say_why() -> None:
