@@ -46,7 +46,41 @@ if [ "${BELAYER_SKIP_LINT:-}" != 1 ]; then
   check "$python" -m ruff format --check "${sources[@]}"
   check "$python" -m mypy
 fi
+# Two cores, two halves side by side: tests of worker engines, and all others. Each half runs its tests in order, so
+# that sandboxes of one Docker Engine never meet another test's.
+halves() {
+  local logs=$ROOT/.cache/logs engines=() rest=() file pid one=0 two=0
+  mkdir -p "$logs"
+  for file in tests/e2e/test_*.py tests/conformance/test_rollout_workers.py; do
+    case $file in *envkeeper*) ;; *) engines+=("$file") && rest+=("--ignore=$file") ;; esac
+  done
+  say "pytest, half of it in $logs/test-engines.log"
+  "$python" -m pytest -o cache_dir=.cache/pytest-engines "${engines[@]}" >"$logs/test-engines.log" 2>&1 &
+  pid=$!
+  "$python" -m pytest -o cache_dir=.cache/pytest-rest tests "${rest[@]}" 2>&1 | tee "$logs/test-rest.log"
+  one=${PIPESTATUS[0]}
+  say "the other half"
+  tail -n +1 -f --pid=$pid "$logs/test-engines.log"
+  wait "$pid" || two=$?
+  closing "$logs/test-rest.log" "$logs/test-engines.log"
+  if [ "$one" != 0 ]; then return "$one"; fi
+  return "$two"
+}
+
+# pytest's closing lines of both, added up in its own form.
+closing() {
+  local log
+  for log in "$@"; do grep -aE '^=+ .* in [0-9.]+s.* =+$' "$log" | tail -n 1; done | tr -d '=,' | awk -v s="$SECONDS" '
+    { for (i = 1; i < NF && $i != "in"; i += 2) { if (!($(i + 1) in n)) order[++k] = $(i + 1); n[$(i + 1)] += $i } }
+    END { line = ""; for (i = 1; i <= k; i++) line = line (i > 1 ? ", " : "") n[order[i]] " " order[i]
+          printf "=========== %s in %d.00s (%d:%02d:%02d) ===========\n", line, s, s / 3600, s % 3600 / 60, s % 60 }'
+}
+
 say "pytest $*"
 status=0
-"$python" -m pytest "$@" || status=$?
+if [ "$*" = tests ] && [ "$(getconf _NPROCESSORS_ONLN)" -gt 1 ]; then
+  halves || status=$?
+else
+  "$python" -m pytest "$@" || status=$?
+fi
 exit "$status"
