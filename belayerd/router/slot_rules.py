@@ -178,17 +178,17 @@ class SlotRules(Placement):
             self._tick_waiting(self.requests[request_id], now, out)
         while not self.paused and self._quiet:
             request = self.requests[next(iter(self._quiet))]
-            if now - request.heard_at < self.limits.silence_s:
+            if now < request.heard_at + self.limits.silence_s:
                 break
             self._take_away(request, now, out)
         return out
 
     def _tick_waiting(self, request: Request, now: float, out: Effects) -> None:
-        waited = now - request.waiting_since
-        if not self._roams(request) and waited >= self.limits.home_s:
+        # Reckoned as next_deadline does it: a difference may round to less, and the tick that is due would do nothing.
+        if not self._roams(request) and now >= request.waiting_since + self.limits.home_s:
             request.roams = True
         self._place(request, now, out)
-        if request.request_id in self._waiting and waited >= self.limits.waiting_s:
+        if request.request_id in self._waiting and now >= request.waiting_since + self.limits.waiting_s:
             self._fail(
                 request,
                 ErrorCode.NO_HEALTHY_SLOT,

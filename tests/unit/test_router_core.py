@@ -303,6 +303,19 @@ def test_next_deadline_is_never_late(count: int, pause: int) -> None:
     assert core.counters.failed == {"no_healthy_slot": count}
 
 
+def test_a_tick_at_its_deadline_counts_whatever_the_sum_rounds_to() -> None:
+    now = 1.9880253857581236 + 42.41102233946358
+    assert (now + 20.0) - now < 20.0
+    core = Core(Limits(home_s=20.0, waiting_s=100.0))
+    core.step(ev.Add("r", FRAMES), now)
+    serve(core, "a", 0, now)
+    core.step(ev.Unregister("a", 0), now)
+    serve(core, "b", 0, now)
+    due = core.next_deadline()
+    assert due is not None
+    assert of(core.step(ev.Tick(), due), ev.SendAdd) == [ev.SendAdd("b-0", "r", FRAMES, ())]
+
+
 def token(request_id: str, position: int) -> int:
     return hash((request_id, position)) % 1000
 
