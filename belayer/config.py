@@ -348,6 +348,8 @@ def _fleet_problems(config: Config) -> Any:
     fleet = config.fleet
     if fleet.listen and not _is_address(fleet.listen):
         yield "fleet.listen", f"{fleet.listen!r} is not ADDRESS:PORT"
+    elif fleet.listen and _meet(fleet.listen, f"{config.router.host}:{config.router.port}"):
+        yield "fleet.listen", f"{fleet.listen!r} is the port of the router's clients (router.port)"
     if fleet.listen and not is_name(config.host.name):
         yield "host.name", f"{config.host.name!r} is no name (1-48 of a-z 0-9 _ . -)"
     for index, peer in enumerate(config.peer):
@@ -357,6 +359,10 @@ def _fleet_problems(config: Config) -> Any:
             yield f"peer[{index}].name", f"{peer.name!r} is this host itself"
         if not _is_address(peer.address):
             yield f"peer[{index}].address", f"{peer.address!r} is not ADDRESS:PORT"
+        if peer.address == fleet.listen:
+            yield f"peer[{index}].address", f"{peer.address!r} is where this host itself listens (fleet.listen)"
+        if peer.address in [other.address for other in config.peer[:index]]:
+            yield f"peer[{index}].address", f"{peer.address!r} is used twice"
     if fleet.slow_s < fleet.beat_s:
         yield "fleet.slow_s", "must not be below fleet.beat_s, or every peer is slow between two questions"
     if fleet.lost_s <= fleet.slow_s:
@@ -366,5 +372,12 @@ def _fleet_problems(config: Config) -> Any:
 
 
 def _is_address(text: str) -> bool:
-    host, colon, port = text.rpartition(":")
-    return bool(colon and host) and port.isdecimal() and 0 < int(port) < 65536
+    host, _, port = text.rpartition(":")
+    named = re.fullmatch(r"[A-Za-z0-9._*-]+|\[[0-9A-Fa-f:.%a-z]+\]", host)
+    return named is not None and re.fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) < 65536
+
+
+def _meet(one: str, other: str) -> bool:
+    """True when two sockets cannot both be bound: one port, and one address or one that stands for all."""
+    (host, _, port), (host2, _, port2) = one.rpartition(":"), other.rpartition(":")
+    return port == port2 and (host == host2 or not {host, host2}.isdisjoint({"0.0.0.0", "*", "[::]", "::"}))

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from belayer import fleet_keys
+from belayer import config, fleet_keys
 from belayer.errors import BelayerError, ConfigInvalid, ErrorCode, Fenced, HostUnfit, Refused
 from belayer.messages.fleet import Greeting, Life, RemoteSlot, Slots
 from belayerd.router import events as ev
@@ -363,3 +363,45 @@ def test_keys(tmp_path: Path) -> None:
 def test_lives_grow(tmp_path: Path) -> None:
     lives = [next_life(tmp_path / "life", str(n)).number for n in range(3)]
     assert lives == sorted(set(lives))
+
+
+# -- configuration --------------------------------------------------------------------------------------------
+
+
+def fleet_config(folder: Path, listen: str, *addresses: str) -> Path:
+    (folder / "m").mkdir()
+    (folder / "m" / "config.json").write_text("{}")
+    peers = "".join(f'[[peer]]\nname = "p{n}"\naddress = "{one}"\n' for n, one in enumerate(addresses))
+    path = folder / "belayer.toml"
+    path.write_text(
+        f'[host]\nname = "host-a"\n[[model]]\nname = "m"\npath = "m"\n[[slot]]\nname = "s0"\nmodel = "m"\n'
+        f'[router]\nport = 8000\n[fleet]\nlisten = "{listen}"\n{peers}'
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("listen", "addresses", "said"),
+    [
+        ("10.0.0.1:7300", ["tcp://10.0.0.2:7300"], "peer[0].address: 'tcp://10.0.0.2:7300' is not ADDRESS:PORT"),
+        ("10.0.0.1:7300", ["10.0.0.2 :7300"], "peer[0].address: '10.0.0.2 :7300' is not ADDRESS:PORT"),
+        ("10.0.0.1:7300", [" b:7300"], "peer[0].address: ' b:7300' is not ADDRESS:PORT"),
+        ("10.0.0.1:7300", ["b:99999"], "peer[0].address: 'b:99999' is not ADDRESS:PORT"),
+        ("10.0.0.1:7300", ["10.0.0.1:7300"], "peer[0].address: '10.0.0.1:7300' is where this host itself listens"),
+        ("10.0.0.1:7300", ["b:1", "b:1"], "peer[1].address: 'b:1' is used twice"),
+        ("tcp://10.0.0.1:7300", [], "fleet.listen: 'tcp://10.0.0.1:7300' is not ADDRESS:PORT"),
+        ("127.0.0.1:8000", [], "fleet.listen: '127.0.0.1:8000' is the port of the router's clients"),
+        ("0.0.0.0:8000", [], "fleet.listen: '0.0.0.0:8000' is the port of the router's clients"),
+    ],
+)
+def test_addresses_that_cannot_be_are_refused_by_name(
+    tmp_path: Path, listen: str, addresses: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigInvalid) as refused:
+        config.load(fleet_config(tmp_path, listen, *addresses))
+    assert said in str(refused.value)
+
+
+def test_addresses_that_can_be(tmp_path: Path) -> None:
+    loaded = config.load(fleet_config(tmp_path, "10.0.0.1:8000", "host-b.example:7300", "[fd00::2]:7300", "10.0.0.3:1"))
+    assert len(loaded.peer) == 3
