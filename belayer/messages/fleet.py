@@ -95,7 +95,8 @@ class FleetStatus(Message, frozen=True, kw_only=True, tag=True):
 
 class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     """``state``: silent, up, slow or fenced, with ``why``. ``heard_s``: since its last answer (-1: never);
-    ``answer_ms``: how long that took. ``forwarded``: requests of this host that run there now."""
+    ``answer_ms``: how long that took. ``forwarded``: requests of this host that run there now. ``unused``: by slot, why
+    a new request does not go there now."""
 
     host: str
     address: str
@@ -106,6 +107,7 @@ class PeerView(msgspec.Struct, frozen=True, kw_only=True):
     answer_ms: float = -1.0
     forwarded: int = 0
     slots: tuple[RemoteSlot, ...] = ()
+    unused: dict[str, str] = {}
 
 
 class FleetStatusReply(Message, frozen=True, kw_only=True, tag=True):

@@ -195,10 +195,11 @@ class Fleet:
             host=peer.host,
             address=peer.address,
             state=peer.state.value,
-            why=peer.why,
+            why=self.core.why(peer, now),
             life=peer.life.number if peer.life else 0,
             heard_s=-1.0 if peer.heard_at is None else now - peer.heard_at,
             answer_ms=-1.0 if peer.answer_s < 0 else peer.answer_s * 1e3,
             forwarded=sum(len(slot.running) for slot in mine),
             slots=tuple(peer.slots.values()),
+            unused={name: why for name in peer.slots if (why := self._shell.core.unused(full_name(peer.host, name)))},
         )

@@ -138,6 +138,14 @@ class FleetCore:
             return None
         return f"it is life {said.life.number}, and life {peer.life.number} of that host was heard; restart its router"
 
+    def why(self, peer: Peer, now: float) -> str:
+        """Why the peer is not up, or what of it is not used. A silence grows."""
+        if peer.state in (PeerState.SILENT, PeerState.SLOW) and peer.heard_at is not None:
+            silent = now - peer.heard_at
+            if peer.state is PeerState.SILENT or silent >= self._bounds.slow_s:
+                return f"no answer for {silent:.1f} s"
+        return peer.why
+
     def unfit(self, peer: Peer, slot: RemoteSlot) -> str:
         """Why requests of this host cannot go on there, or ""."""
         before = peer.slots.get(slot.slot)

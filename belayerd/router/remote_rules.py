@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from belayer.errors import ErrorCode
 from belayerd.router import events as ev
 from belayerd.router.placement import Effects
-from belayerd.router.records import RequestState, Slot
+from belayerd.router.records import RequestState, Slot, SlotState
 from belayerd.router.slot_rules import SlotRules
 
 # What another try would only repeat: the request kills workers, or asked for an error when one dies.
@@ -19,6 +19,17 @@ _FINAL = (ErrorCode.POISON_REQUEST, ErrorCode.WORKER_GONE)
 
 
 class RemoteRules(SlotRules):
+    def unused(self, name: str) -> str:
+        """Why a new request does not go to this slot of another host now; "" when it may."""
+        slot = self.slots.get(name)
+        if slot is None or slot.state is not SlotState.SERVING:
+            return "not linked"
+        if not self.serves_new(slot):
+            return f"weights {slot.weight_version}, this host had {self.own_versions()}"
+        if not slot.open:
+            return "its host lets nothing new in"
+        return "full" if slot.capacity and len(slot.running) + slot.elsewhere >= slot.capacity else ""
+
     def _in_place(self, slot: Slot, items: Sequence[ev.Item]) -> bool:
         """True when each row begins where its request's tokens end. Looked at before any of them is taken: a message
         counts whole or not at all."""

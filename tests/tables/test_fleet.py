@@ -284,6 +284,23 @@ def test_the_weights_of_the_tokens_go_along_to_another_host() -> None:
     assert (given.prefix, given.prefix_version) == ((1, 2), "2")
 
 
+def test_status_says_why_a_slot_gets_nothing_new() -> None:
+    core = weighed(s0="2", b_s0="1", c_s0="2")
+    assert core.unused("b/s0") == "weights 1, this host had 2"
+    assert (core.unused("c/s0"), core.unused("d/s0")) == ("", "not linked")
+    core.step(ev.Offer("c/s0", True, 1, 1), 0.0)
+    assert core.unused("c/s0") == "full"
+    core.step(ev.Offer("c/s0", False, 0, 1), 0.0)
+    assert core.unused("c/s0") == "its host lets nothing new in"
+
+
+def test_a_silence_that_is_shown_grows() -> None:
+    fleet = linked()
+    fleet.tick(6.0, UP)
+    peer = fleet.peers["b"]
+    assert [fleet.why(peer, at) for at in (6.1, 60.1)] == ["no answer for 6.0 s", "no answer for 60.0 s"]
+
+
 def test_within_a_host_its_own_updates_decide() -> None:
     core = weighed(s0="2")
     started(core, "s0")
