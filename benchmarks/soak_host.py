@@ -26,6 +26,7 @@ from belayer.rpc import call_sync
 
 HANG_LIMIT_S = 0.5
 CONTEXT = 4096
+KV_BYTES = 256 << 20  # SmolLM2 needs 180 MiB for one request of that length
 # The second fault of a scene comes soon after the first, and must not end in a quarantine.
 EXTRA = "[policy]\nrepeat_window_s = 0.001\n[envkeeper]\nenabled = false\n"
 SLOT = f"hang_limit_s = {HANG_LIMIT_S}\nmax_num_batched_tokens = {CONTEXT}\n"
@@ -40,7 +41,8 @@ class SoakHost(LocalHost):
         """``around_zygote``: a command that ends by running the words that follow it; ``slot``: lines of each [[slot]]
         after those of ``demo_config``, whose length of a context is ``CONTEXT`` here."""
         config = demo_config(model, free_port(), slots=slots, extra_slot=slot, extra=EXTRA)
-        super().__init__(root, config.replace("max_model_len = 2048", f"max_model_len = {CONTEXT}"))
+        config = config.replace("max_model_len = 2048", f"max_model_len = {CONTEXT}")
+        super().__init__(root, config.replace(f"kv_bytes = {128 << 20}", f"kv_bytes = {KV_BYTES}"))
         self.flag = self.paths.run / "sabotage"
         self.zygote: subprocess.Popen[bytes] | None = None
         self._around = list(around_zygote)
