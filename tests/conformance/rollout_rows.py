@@ -12,6 +12,7 @@ HOST, FAULTS, UPDATES = "tests/e2e/test_host.py", "tests/e2e/test_pair_faults.py
 WORKER, REUSE, SOAK = "tests/e2e/test_worker.py", "tests/e2e/test_kv_reuse.py", "tests/e2e/test_soak.py"
 ROUTER, TABLE = "tests/e2e/test_router_worker.py", "tests/tables/test_pair_table.py"
 HERE, GPU = "tests/conformance/test_rollout_workers.py", "tests/conformance/test_rollout_gpu.py"
+UNPARK = "tests/conformance/test_rollout_gpu_unpark.py"
 FRONT, RANKS = "tests/conformance/test_rollout_router.py", "tests/e2e/test_tensor_parallel.py"
 LEAKS, SURVIVAL = "tests/process/test_gpuowner_leaks.py", "tests/process/test_gpuowner_survival.py"
 
@@ -115,7 +116,7 @@ ROWS: tuple[Row, ...] = (
         "14",
         "ai-dynamo/dynamo/pull/6945",
         "wake fails and the endpoint is registered all the same",
-        (_GATE, f"{GPU}::test_rows_14_15_and_37_an_unpark_that_fails_is_said_and_the_worker_never_serves"),
+        (_GATE, f"{UNPARK}::test_rows_14_15_and_37_an_unpark_that_fails_is_said_and_the_worker_never_serves"),
         "every step before `register`, failing in turn",
     ),
     Row(
@@ -124,7 +125,7 @@ ROWS: tuple[Row, ...] = (
         "errors of sleep and wake swallowed",
         (
             f"{HERE}::test_row_15_an_unpark_that_fails_is_exit_1_and_says_so",
-            f"{GPU}::test_rows_14_15_and_37_an_unpark_that_fails_is_said_and_the_worker_never_serves",
+            f"{UNPARK}::test_rows_14_15_and_37_an_unpark_that_fails_is_said_and_the_worker_never_serves",
         ),
         "exit status 1, incident and status name the step",
     ),
@@ -210,7 +211,7 @@ ROWS: tuple[Row, ...] = (
         "update while asleep segfaults",
         (
             f"{UPDATES}::test_a_stream_goes_on_over_an_update_and_back",
-            f"{GPU}::test_row_29_nothing_runs_on_a_parked_standby",
+            f"{UNPARK}::test_row_29_nothing_runs_on_a_parked_standby",
         ),
         "a CPU standby follows in place; a parked one refuses by name",
     ),
@@ -250,7 +251,10 @@ ROWS: tuple[Row, ...] = (
         "37",
         "llm-d-incubation/llm-d-fast-model-actuation/issues/629",
         "routes to what is not ready; no memory at wake",
-        (_GATE, f"{GPU}::test_row_37_no_room_at_first_is_tried_again_until_the_fenced_main_has_given_its_memory_back"),
+        (
+            _GATE,
+            f"{UNPARK}::test_row_37_no_room_at_first_is_tried_again_until_the_fenced_main_has_given_its_memory_back",
+        ),
         "registered after the oracle only",
     ),
     Row(
