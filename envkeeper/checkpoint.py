@@ -23,7 +23,7 @@ from belayer.clock import Stopwatch, wall
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, SandboxLost
 from envkeeper import freezer, mounts, peers, preflight, remains, remaps, upper, watches
 from envkeeper.agentlink import AgentLink
-from envkeeper.criu import DumpCut, Dumper, DumpHung, DumpPlan
+from envkeeper.criu import DumpCut, Dumper, DumpHung, DumpPlan, kill_pending
 from envkeeper.disk import sync_filesystem
 from envkeeper.engine import BOUND, Life
 from envkeeper.failpoints import Point, reach
@@ -182,7 +182,8 @@ class Checkpointer:
             phases["sync_upper"] = watch.lap()
             with self._queue:
                 phases["queue"] = watch.lap()
-                frozen, captured = self._freeze_and_dump(subject, link, folder)
+                with _lost_if_dead(subject.life.pid):
+                    frozen, captured = self._freeze_and_dump(subject, link, folder)
             phases.update(frozen.phases)
             assert frozen.frozen_ms is not None
             return Draft(subject, folder, nonce, frozen.stdio, captured, frozen.frozen_ms, phases)
@@ -246,6 +247,17 @@ class Checkpointer:
             frozen_ms=round(draft.frozen_ms, 3),
             phases_ms={name: round(ms, 3) for name, ms in draft.phases.items()},
         )
+
+
+@contextlib.contextmanager
+def _lost_if_dead(pid: int) -> Iterator[None]:
+    """What is missing in /proc of a PID 1 that has died is no fault of the disk, and the sandbox does not run on."""
+    try:
+        yield
+    except (FileNotFoundError, ProcessLookupError) as why:
+        if kill_pending(pid):
+            raise SandboxLost(f"PID 1 (pid {pid}) has died") from why
+        raise
 
 
 def _still_whole(subject: Subject, link: AgentLink, frozen: _Frozen, why: DumpCut) -> None:

@@ -6,6 +6,7 @@ point and a masked file by "/dev/null".
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,14 @@ def split(mounts: list[Mount], bound: frozenset[str]) -> Split:
 
 
 def of_process(pid: int) -> list[Mount]:
-    return parse(Path(f"/proc/{pid}/mountinfo").read_text())
+    """Raises FileNotFoundError or ProcessLookupError when the process has ended."""
+    try:
+        text = Path(f"/proc/{pid}/mountinfo").read_text()
+    except OSError as why:
+        if why.errno == errno.EINVAL:  # a zombie: it has left its mount namespace
+            raise ProcessLookupError(errno.ESRCH, f"process {pid} has ended") from why
+        raise
+    return parse(text)
 
 
 def _plain(text: str) -> str:

@@ -13,12 +13,13 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from belayer.errors import BelayerError
+from belayer.errors import BelayerError, SandboxLost
 from belayer.messages.common import Done
 from belayer.messages.sandbox import (
     CheckpointInfo,
@@ -31,6 +32,7 @@ from belayer.messages.sandbox import (
     RestoreInfo,
     SandboxInfo,
 )
+from belayer.procs import state
 from belayer.sandbox import Sandbox
 from envkeeper import freezer
 from envkeeper.failpoints import Point
@@ -50,6 +52,7 @@ CAPTURE = [point for point in Point if point.startswith("capture.")]
 PUBLISH = [point for point in Point if point.startswith("publish.")]
 RESTORE = [point for point in Point if point.startswith("restore.")]
 DESTROY = [point for point in Point if point.startswith("destroy.")]
+DEAD = ("", "Z", "X")
 FROZEN = [Point.CAPTURE_FROZEN, Point.CAPTURE_COPYING, Point.CAPTURE_DUMPED, Point.CAPTURE_COPIED]
 
 
@@ -62,6 +65,9 @@ class Scene:
 
     def mounts(self, end: str) -> list[str]:
         return [point for point in self.docker.mounts() if point.endswith(end)]
+
+    def netns(self) -> list[str]:
+        return [point for point in self.docker.mounts() if "/netns/" in point]
 
     def _new(self) -> Sandbox:
         box = self.host.create()
@@ -115,8 +121,7 @@ class Scene:
         """What must hold after every fault. ``before``: READY before it."""
         self.points.clear()
         host = self.host
-        eventually(lambda: self.info().state in ("running", "lost"), within=30, what="the sandbox runs or is lost")
-        info = self.info()
+        info = self.settled()
         self.store.recover()
         manifest, _ = self.store.load(self.ready())
         self.store.verify(manifest)
@@ -126,6 +131,19 @@ class Scene:
             assert not group.wants_frozen()
         self.use(info, manifest.context_digest)
         self.nothing_left(host)
+
+    def settled(self) -> SandboxInfo:
+        """The sandbox when no death is on its way to envkeeper any more: one that is said to run has a living PID 1.
+        What a fault makes Docker kill later must be seen dead before this is asked."""
+
+        def found() -> SandboxInfo | None:
+            info = self.info()
+            running = info.state == "running" and state(info.pid) not in DEAD
+            return info if running or info.state == "lost" else None
+
+        info = eventually(found, within=30, what="the sandbox runs or is lost")
+        assert info is not None
+        return info
 
     def use(self, info: SandboxInfo, digest: str) -> None:
         """It acts, or comes back at READY; and can be checkpointed again."""
@@ -164,8 +182,7 @@ class Scene:
         home = host.paths.checkpoints
         eventually(lambda: host.containers() == [info.container_id], within=20, what="one container is left")
         eventually(lambda: len(self.mounts("/merged")) == 1, what="one root is mounted")
-        netns = [point for point in self.docker.mounts() if "/netns/" in point]
-        assert len(netns) <= 1, "a first life has one; a restored one joins none of Docker's"
+        eventually(lambda: len(self.netns()) <= 1, what="a first life has one; a restored one joins none of Docker's")
         assert [path.name for path in home.glob("[!.]*")] == [info.sandbox_id]
         assert list((home / info.sandbox_id / "tmp").iterdir()) == []
         assert [path.name for path in (home / ".restores").iterdir() if path.is_dir()] == []
@@ -181,7 +198,7 @@ class Scene:
     def _living(self) -> list[str]:
         """Containers whose shim holds a process. A dockerd that is killed before it has seen a death forgets the empty
         shim, which no client of it can end: it says nothing about us."""
-        return [container_id for container_id, pid in self.docker.shims().items() if children(pid)]
+        return [container_id for container_id, pid in self.docker.shims().items() if held_by(pid)]
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +278,20 @@ def test_the_container_is_killed_in_a_checkpoint(scene: Scene, point: Point) -> 
     asking.end(dead=False)
     eventually(lambda: scene.info().state == "lost", what="the death is seen")
     assert (asking.answer is not None) == (scene.ready() != before)
+    assert asking.answer is not None or isinstance(asking.failed, SandboxLost), asking.failed
+    scene.whole(before)
+
+
+def test_the_container_is_killed_while_it_is_made(scene: Scene) -> None:
+    before, served = scene.ready(), scene.info().pid
+    asking = scene.begin(Point.CREATE_STARTED)
+    (pid,) = living(scene) - {served}
+    os.kill(pid, signal.SIGKILL)
+    happened(lambda: state(pid) in DEAD, "it is dead")
+    scene.resume()
+    asking.end(dead=False)
+    assert isinstance(asking.failed, SandboxLost), asking.failed
+    eventually(lambda: scene.host.listed() == [scene.box.sandbox_id], what="nothing is left of it")
     scene.whole(before)
 
 
@@ -269,9 +300,9 @@ def test_the_new_container_is_killed_in_a_restore(scene: Scene, point: Point) ->
     """Before its proof it is never served: the same checkpoint is tried again. After it, its death is like any."""
     before = scene.ready()
     asking = scene.begin(point)
-    (pid,) = {pid for pid in pids_of(scene) if Path(f"/proc/{pid}/exe").exists()}
+    (pid,) = living(scene)
     os.kill(pid, signal.SIGKILL)
-    happened(lambda: not Path(f"/proc/{pid}/exe").exists(), "it is dead")
+    happened(lambda: state(pid) in DEAD, "it is dead")
     scene.resume()
     asking.end(dead=False)
     assert isinstance(asking.answer, RestoreInfo), asking.failed
@@ -282,22 +313,23 @@ def test_the_new_container_is_killed_in_a_restore(scene: Scene, point: Point) ->
     scene.whole(before)
 
 
-def pids_of(scene: Scene) -> list[int]:
+def living(scene: Scene) -> set[int]:
+    """PID 1 of every container that runs; Docker may not know of a death yet."""
     client = scene.docker.client()
     try:
         rows = [client.inspect_container(one)["State"] for one in scene.host.containers()]
     finally:
         client.close()
-    return [row["Pid"] for row in rows if row["Running"]]
+    return {row["Pid"] for row in rows if row["Running"] and state(row["Pid"]) not in DEAD}
 
 
 @pytest.mark.parametrize("point", FROZEN)
 def test_criu_is_killed(scene: Scene, point: Point) -> None:
     before = scene.ready()
     asking = scene.begin(point)
-    criu = [pid for pid, name in children(scene.host.process.pid) if name == "criu"]
-    assert len(criu) == 1
-    os.kill(criu[0], signal.SIGKILL)
+    (criu,) = [pid for pid in held_by(scene.host.process.pid) if name_of(pid) == "criu"]
+    os.kill(criu, signal.SIGKILL)
+    happened(lambda: state(criu) in DEAD, "CRIU is dead")
     scene.resume()
     asking.end(dead=False)
     assert isinstance(asking.failed, BelayerError), "no checkpoint came of it"
@@ -305,11 +337,19 @@ def test_criu_is_killed(scene: Scene, point: Point) -> None:
     scene.whole(before)
 
 
-def children(pid: int) -> list[tuple[int, str]]:
+def held_by(pid: int) -> list[int]:
+    """Children of all threads of ``pid``; none when it has ended."""
     found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(word) for word in (task / "children").read_text().split()]
-    return [(child, Path(f"/proc/{child}/comm").read_text().strip()) for child in found]
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+def name_of(pid: int) -> str:
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
 
 
 DOCKER_AT = [
@@ -348,16 +388,39 @@ def test_containerd_is_killed(scene: Scene, point: Point) -> None:
     scene.whole(before)
 
 
-@pytest.mark.parametrize("point", [Point.ACTION_ENDED, Point.CAPTURE_FROZEN, Point.RESTORE_STARTED])
+@pytest.mark.parametrize(
+    "point", [Point.ACTION_ENDED, Point.CAPTURE_FROZEN, Point.RESTORE_STARTED, Point.RESTORE_SERVED]
+)
 def test_the_shim_is_killed(scene: Scene, point: Point) -> None:
-    """containerd ends what a dead shim held: the sandbox is lost, and comes back."""
+    """containerd ends what a dead shim held, some moments later: the sandbox is lost, and comes back. In a restore that
+    moment may lie before the proof (tried again), or behind it (restored, and lost at once)."""
     before = scene.ready()
     asking = scene.begin(point)
-    for pid in scene.docker.shims().values():
-        os.kill(pid, signal.SIGKILL)
+    shims = scene.docker.shims().values()
+    held = [pid for shim in shims for pid in held_by(shim)]
+    for pid in shims:
+        with suppress(ProcessLookupError):  # the one of a life before, which goes by itself
+            os.kill(pid, signal.SIGKILL)
     happened(lambda: not scene.docker.shims(), "the shims are dead")
     scene.resume()
     asking.end(dead=False)
-    if point is not Point.RESTORE_STARTED:  # there the same checkpoint was tried again
+    happened(lambda: all(state(pid) in DEAD for pid in held), "containerd has ended what they held")
+    if point is not Point.RESTORE_STARTED:
         eventually(lambda: scene.info().state == "lost", what="the death is seen")
+    scene.whole(before)
+
+
+def test_a_zombie_is_no_life(scene: Scene) -> None:
+    """PID 1 is dead and nobody has reaped it: Docker still says that it runs, and much of its /proc is gone."""
+    before, info = scene.ready(), scene.info()
+    shim = scene.docker.shims()[info.container_id]
+    scene.host.kill()
+    os.kill(shim, signal.SIGSTOP)
+    try:
+        os.kill(info.pid, signal.SIGKILL)
+        happened(lambda: state(info.pid) == "Z", "it is a zombie")
+        scene.host.restart()
+        assert scene.info().state == "lost"
+    finally:
+        os.kill(shim, signal.SIGCONT)
     scene.whole(before)

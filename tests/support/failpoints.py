@@ -42,8 +42,11 @@ class Failpoints:
 
 
 def stopped(pid: int) -> bool:
-    tasks = [(task / "stat").read_text().rsplit(")", 1)[1].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
-    return set(tasks) == {"T"}
+    try:
+        rows = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # a thread ended in this moment: it was not stopped
+        return False
+    return {row.rsplit(")", 1)[1].split()[0] for row in rows} == {"T"}
 
 
 class Asking:
