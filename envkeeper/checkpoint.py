@@ -173,7 +173,7 @@ class Checkpointer:
         """Blocking; the sandbox runs again when this returns or raises. On any failure nothing is left of it."""
         watch, phases = Stopwatch(), dict[str, float]()
         nonce = secrets.token_bytes(32)
-        with _nothing_left(subject, store, store.begin(subject.boundary)) as folder:
+        with _nothing_left(subject, store, store.begin(subject.boundary)) as folder, _lost_if_dead(subject.life.pid):
             reach(Point.CAPTURE_BEGUN)
             link.set_nonce(nonce)
             reach(Point.CAPTURE_NONCE)
@@ -182,8 +182,7 @@ class Checkpointer:
             phases["sync_upper"] = watch.lap()
             with self._queue:
                 phases["queue"] = watch.lap()
-                with _lost_if_dead(subject.life.pid):
-                    frozen, captured = self._freeze_and_dump(subject, link, folder)
+                frozen, captured = self._freeze_and_dump(subject, link, folder)
             phases.update(frozen.phases)
             assert frozen.frozen_ms is not None
             return Draft(subject, folder, nonce, frozen.stdio, captured, frozen.frozen_ms, phases)
@@ -251,12 +250,13 @@ class Checkpointer:
 
 @contextlib.contextmanager
 def _lost_if_dead(pid: int) -> Iterator[None]:
-    """What is missing in /proc of a PID 1 that has died is no fault of the disk, and the sandbox does not run on."""
+    """What a dying PID 1 no longer has (its socket, its root, its group) is no fault of the disk, and the sandbox does
+    not run on."""
     try:
         yield
-    except (FileNotFoundError, ProcessLookupError) as why:
+    except OSError as why:
         if kill_pending(pid):
-            raise SandboxLost(f"PID 1 (pid {pid}) has died") from why
+            raise SandboxLost(f"PID 1 (pid {pid}) died before it could be dumped ({why})") from why
         raise
 
 

@@ -48,6 +48,7 @@ RESTORE_CONFIG = (
 )
 
 _KEPT = "the sandbox runs on and the previous checkpoint stays READY"
+_PF_EXITING = 4  # linux/sched.h; its signal is no longer pending, and it is no zombie yet
 _GLANCE_S = 0.2  # how often a silent dump is looked at
 
 _GRACE_S = 0.5  # how long CRIU may take to end by itself, and to take a kill that nothing holds up
@@ -275,11 +276,13 @@ def _next(sock: socket.socket, plan: DumpPlan, end: float) -> bytes:
 
 
 def kill_pending(pid: int) -> bool:
+    """``pid`` is dead, or dies as soon as it runs."""
     try:
         rows = Path(f"/proc/{pid}/status").read_text().splitlines()
+        flags = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[6])
     except (FileNotFoundError, ProcessLookupError):
         return True
-    if any(row.startswith(("State:\tZ", "State:\tX")) for row in rows):
+    if flags & _PF_EXITING or any(row.startswith(("State:\tZ", "State:\tX")) for row in rows):
         return True
     masks = [int(row.split()[1], 16) for row in rows if row.startswith(("SigPnd:", "ShdPnd:"))]
     return any(mask & 1 << signal.SIGKILL - 1 for mask in masks)

@@ -220,7 +220,7 @@ def test_the_daemon_is_killed_in_the_middle_of_an_action(host: EnvHost, box: San
     def act() -> None:
         other = Sandbox.attach(box.sandbox_id, paths=host.paths)
         try:
-            other.exec("sleep 1000")
+            other.exec("touch /begun; sleep 1000")
         except BelayerError as why:
             told.append(why)
         finally:
@@ -228,7 +228,8 @@ def test_the_daemon_is_killed_in_the_middle_of_an_action(host: EnvHost, box: San
 
     thread = threading.Thread(target=act)
     thread.start()
-    eventually(lambda: host.info(box.sandbox_id).state == "acting", what="the action runs")
+    begun = Path(f"/proc/{host.info(box.sandbox_id).pid}/root/begun")
+    eventually(begun.exists, what="the action runs")  # acting is more than that: it may not have reached the agent yet
     host.kill()
     host.restart()
     assert "action 2" in host.info(box.sandbox_id).reason

@@ -27,6 +27,7 @@ from tests.e2e.test_envkeeper import (  # noqa: F401 - collected here, with the 
 from tests.support.docker_proxy import DockerProxy, Wrong
 from tests.support.envhost import TREE, EnvHost
 from tests.support.private_docker import PrivateDocker
+from tests.support.wait import eventually
 
 pytestmark = pytest.mark.docker
 
@@ -101,7 +102,7 @@ def test_a_hung_docker_dump_is_ended_and_the_sandbox_goes_on(
         hang.touch()
         with pytest.raises((CheckpointIncomplete, SandboxLost), match="was not over after 5 s") as told:
             box.checkpoint()
-        assert state(int(said.read_text())) in ("", "Z")  # it was stopped, and is gone
+        eventually(lambda: state(int(said.read_text())) in ("", "Z"), what="it was stopped, and is gone")
         hang.unlink()
         if told.type is SandboxLost:  # a process that ended in that moment is a doubt; then the one before it is good
             box.restore()

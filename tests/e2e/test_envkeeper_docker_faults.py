@@ -209,7 +209,8 @@ def test_checkpoints_and_actions_ask_docker_nothing(proxy: DockerProxy, box: San
     box.exec("X=1")
     box.checkpoint()
     assert box.exec("echo $X").stdout == "1\n"
-    assert proxy.seen == []
+    # The collector lists containers now and then, whatever happens.
+    assert [row for row in proxy.seen if "/containers/json" not in row] == []
 
 
 def test_many_at_once_while_docker_is_away(host: EnvHost, proxy: DockerProxy) -> None:

@@ -60,7 +60,8 @@ def test_1_incomplete_state_is_refused(host: EnvHost, box: Sandbox) -> None:
         made = client.exec_create(host.info(box.sandbox_id).container_id, ["sleep", "1000"])["Id"]
         client.exec_start(made, detach=True)
         eventually(lambda: client.exec_inspect(made)["Running"], what="the exec runs")
-        assert box.exec("pgrep -x sleep >/dev/null && ps -o ppid= -C sleep").stdout.split() == ["0"]
+        until = "until pgrep -x sleep >/dev/null; do :; done"  # started is more than that: it may still be runc
+        assert box.exec(f"{until}; ps -o ppid= -C sleep", timeout_s=20).stdout.split() == ["0"]
         with pytest.raises(CheckpointRefused, match="foreign_process"):
             box.checkpoint()
     finally:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import docker
@@ -14,6 +15,7 @@ import pytest
 
 from belayer.errors import BelayerError, Refused, SandboxLost
 from belayer.messages.sandbox import ListSandboxes, SandboxList
+from belayer.procs import state
 from belayer.rpc import call_sync
 from belayer.sandbox import Sandbox
 from envkeeper.host import owner_of
@@ -48,6 +50,10 @@ def rows(client: docker.APIClient, host: EnvHost, role: str = "") -> list[dict[s
     return list(found)
 
 
+def ended(pid: int) -> bool:
+    return state(pid) in ("", "Z")
+
+
 def waiting(client: docker.APIClient, host: EnvHost) -> list[str]:
     return [row["Id"] for row in rows(client, host) if row["Labels"]["belayer.sandbox"].startswith("pool-")
             and row["State"] == "running"]  # fmt: skip
@@ -79,7 +85,9 @@ def test_a_pool_is_taken_from_refilled_and_never_left_behind(
 
         # One that died while it waited is never handed out.
         for found in set(waiting(client, host)) - {taken}:
-            os.kill(client.inspect_container(found)["State"]["Pid"], signal.SIGKILL)
+            pid = client.inspect_container(found)["State"]["Pid"]
+            os.kill(pid, signal.SIGKILL)
+            eventually(partial(ended, pid), what="it is dead")
         third = host.create(name="third")
         assert third.exec("echo alive").stdout == "alive\n"
 

@@ -70,6 +70,9 @@ class Asking:
         finally:
             client.close()
 
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
     def end(self, *, dead: bool) -> None:
         """Wait for the answer, or with ``dead`` no longer."""
         if dead:
