@@ -94,7 +94,9 @@ class Router(_Section, frozen=True, kw_only=True):
     long a client may take to send a request. ``journal_sync``: when the disk is waited for. ``same_id``: a second
     request with the id of a running one is refused, or hears the same stream. ``on_death``: what becomes of requests
     whose worker dies and who say nothing. ``tool_parser``, ``reasoning_parser``: vLLM's names of them for this model
-    ("": no tool calls, no reasoning). ``fronts``: processes that answer on the port; more than 1 is refused."""
+    ("": no tool calls, no reasoning). ``reasoning_start``, ``reasoning_end``: the text that opens the
+    thinking and the one that is forced when thinking_token_budget is used up ("": those of the parser). ``fronts``:
+    processes that answer on the port; more than 1 is refused."""
 
     host: Text = "127.0.0.1"
     port: Port = 8000
@@ -113,7 +115,13 @@ class Router(_Section, frozen=True, kw_only=True):
     deaths_per_request: PositiveInt = 2
     tool_parser: str = ""
     reasoning_parser: str = ""
+    reasoning_start: str = ""
+    reasoning_end: str = ""
     fronts: PositiveInt = 1
+
+    def thinks(self) -> bool:
+        """Whether engines know where thinking begins and ends."""
+        return bool(self.reasoning_parser or (self.reasoning_start and self.reasoning_end))
 
 
 class Fleet(_Section, frozen=True, kw_only=True):
@@ -290,6 +298,8 @@ def _problems(config: Config) -> Any:
     if config.router.fronts > 1:
         # A repeated id must reach the front that runs it, or the request runs twice: not built, so not half-right.
         yield "router.fronts", "several fronts on one port are not built; give each slot a url_port, or fronts = 1"
+    if not config.router.thinks() and (config.router.reasoning_start or config.router.reasoning_end):
+        yield "router.reasoning_end", "needs router.reasoning_start too, or router.reasoning_parser"
     for kind, rows in (("model", config.model), ("slot", config.slot), ("peer", config.peer)):
         names = [row.name for row in rows]
         for index, name in enumerate(names):

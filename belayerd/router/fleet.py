@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from belayer import clock, fleet_keys
-from belayer.config import Config, Model
+from belayer.config import Config, Model, Router
 from belayer.errors import BadMessage, BelayerError
 from belayer.messages.fleet import Beat, FleetStamp, FleetStatusReply, Life, PeerView, Slots
 from belayerd.router import events as ev
@@ -31,11 +31,13 @@ _MARGIN = 16 << 20  # bytes of a message beyond the largest body that a client m
 _QUESTIONS = 4  # that wait in a socket; more would only be late
 
 
-def fingerprint(model: Model, version: str) -> str:
+def fingerprint(model: Model, router: Router, version: str) -> str:
     """Of what must be equal for a request to go on elsewhere: configuration and tokenizer byte for byte, the weights'
-    files by name and size, the form that is computed in, and vLLM. Weights themselves have versions."""
+    files by name and size, the form that is computed in, what thinking is, and vLLM. Weights themselves have
+    versions."""
     folder = Path(model.path)
-    digest = hashlib.blake2b(f"{model.dtype} {version}".encode(), digest_size=16)
+    thinking = router.reasoning_parser, router.reasoning_start, router.reasoning_end
+    digest = hashlib.blake2b(f"{model.dtype} {version} {thinking}".encode(), digest_size=16)
     for path in sorted(folder.iterdir()):
         if path.suffix == ".json" or path.name.startswith(("tokenizer", "chat_template", "vocab", "merges")):
             digest.update(path.name.encode() + hashlib.blake2b(path.read_bytes()).digest())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 from argparse import Namespace
@@ -52,6 +53,9 @@ def server_args(config: Config) -> Namespace:
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", router.tool_parser]
     if router.reasoning_parser:
         argv += ["--reasoning-parser", router.reasoning_parser]
+    if router.reasoning_start or router.reasoning_end:
+        words = {"reasoning_start_str": router.reasoning_start, "reasoning_end_str": router.reasoning_end}
+        argv += ["--reasoning-config", json.dumps(words)]
     try:
         return seam.parse_args(argv)
     except (KeyError, TypeError, ValueError) as why:  # what vLLM raises for a parser that it does not know
@@ -86,7 +90,9 @@ class Front:
         router = config.router
         self.core = Core(limits(config))
         ports = {slot.url_port: slot.name for slot in config.slot if slot.url_port}
-        self._bounds = Bounds(router.max_body_mb << 20, router.read_deadline_s, router.max_requests, ports)
+        self._bounds = Bounds(
+            router.max_body_mb << 20, router.read_deadline_s, router.max_requests, ports, router.thinks()
+        )
         self._declined: Counter[str] = Counter()
         self._mistakes: Counter[int] = Counter()
         codec = seam.Codec()
@@ -98,7 +104,7 @@ class Front:
 
         try:
             self._engine = seam.make_engine(self._args, make_client, self._healthy, LEAVING)
-        except (OSError, ValueError) as why:  # what vLLM and transformers raise for a model they cannot read
+        except (OSError, RuntimeError, ValueError) as why:  # what vLLM and transformers raise for an unreadable model
             first = str(why).strip().splitlines()[0]
             raise HostUnfit(f"model {self._args.model} cannot be served: {first}") from why
         earlier = read(folder, named_only=True)
@@ -109,7 +115,7 @@ class Front:
         sink: Sink = client[0]
         if pair is not None and life is not None:
             model = one_model(config)
-            self.fleet = Fleet(config, pair, life, model, fingerprint(model, seam.VERSION), codec, log)
+            self.fleet = Fleet(config, pair, life, model, fingerprint(model, router, seam.VERSION), codec, log)
             sink = self.fleet.sink(sink)
         self.shell = Shell(self.core, book, codec, sink, client[0].client_index, log)
         self.shell.link_silence_s = router.link_silence_s

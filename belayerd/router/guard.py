@@ -76,12 +76,13 @@ class Declined(Exception):
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """``body_bytes`` and ``body_s``: what a request may be and how long it may take to come; ``requests``: how many
-    may be live. ``ports``: which port is the URL of which slot."""
+    may be live. ``ports``: which port is the URL of which slot. ``thinks``: engines know where thinking ends."""
 
     body_bytes: int = 64 << 20
     body_s: float = 30.0
     requests: int = 4096
     ports: Mapping[int, str] = field(default_factory=dict)
+    thinks: bool = False
 
 
 class Guard:
@@ -181,10 +182,8 @@ class Guard:
 
     def _extras(self, path: str, headers: dict[bytes, bytes], body: bytes, ticket: Ticket) -> None:
         extras = read_extras(headers, body)
-        if b'"thinking_token_budget"' in body and _shape(body).thinks():
-            said = (
-                "thinking_token_budget is not supported: workers do not count thinking, so it would be without effect"
-            )
+        if not self._bounds.thinks and b'"thinking_token_budget"' in body and _shape(body).thinks():
+            said = "thinking_token_budget needs router.reasoning_parser: without it no engine knows what thinking is"
             raise Declined(400, "refused", said)
         if extras.request_id is not None:
             if not 0 < len(extras.request_id) <= _MAX_ID:

@@ -64,7 +64,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
         )
     )
     torch.set_num_threads(slot.threads)
-    args = engine_args(model, slot)
+    args = engine_args(model, slot, config.router)
     args.seed = seed
     outbox = Outbox(line, standing, heart)
     core = Core(args, outbox.send)

@@ -33,7 +33,7 @@ def run(rank: int, line: Line, worker_id: str, slot: Slot, config: Config, paths
     verified()
     seat.take(seat.Seat(weights=view, arena=arena, scheduled=lambda tokens: None, stepped=lambda: None))
     torch.set_num_threads(slot.threads)
-    args = engine_args(config.model_named(slot.model), slot)
+    args = engine_args(config.model_named(slot.model), slot, config.router)
     args.seed = seed
     serve(args, Group(rank, slot.tensor_parallel, meet), line)
 

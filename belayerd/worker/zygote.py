@@ -216,7 +216,7 @@ def import_engine(config: Config) -> float:
             import_module(name)
         preload = import_module("belayerd.worker.adapter.core").preload
         for slot in config.slot:
-            preload(config.model_named(slot.model), slot)
+            preload(config.model_named(slot.model), slot, config.router)
     except ImportError as why:
         raise HostUnfit(f"vLLM cannot be imported: {why}", remedy="run `make setup`") from why
     return watch.ms()

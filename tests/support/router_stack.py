@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from belayer.messages.common import Done
 from belayer.messages.router import RegisterWorker, RouterStatus, RouterStatusReply, UnregisterWorker
 from belayer.rpc import SyncClient
+from tests.support.owner_stack import MODEL
 from tests.support.router_host import free_port
 from tests.support.wait import eventually
 from tests.support.worker_stack import Worker, WorkerStack
@@ -53,10 +55,12 @@ class RouterStack:
         return self.rpc.call(RouterStatus(), RouterStatusReply)
 
     @classmethod
-    def up(cls, slot: str = "max_model_len = 1024", router: str = "", port: int = 0) -> RouterStack:
+    def up(
+        cls, slot: str = "max_model_len = 1024", router: str = "", port: int = 0, model: Path = MODEL
+    ) -> RouterStack:
         """``slot``, ``router``: lines of these tables of the configuration."""
         port = port or free_port()
-        stack = WorkerStack(f"{slot}\n[router]\nport = {port}\n{router}\n")
+        stack = WorkerStack(f"{slot}\n[router]\nport = {port}\n{router}\n", model)
         try:
             stack.start()
             daemon = stack.daemon("belayerd.router")

@@ -19,6 +19,7 @@ VLLM = "0.32.0"
 # (module, attribute path, parameters that must be there); None: the attribute only has to exist.
 _LOADER = "vllm.model_executor.model_loader"
 _LAYERS = "vllm.model_executor.layers"
+_SAMPLE = "vllm.v1.sample"
 
 Hooked = tuple[tuple[str, str, tuple[str, ...] | None], ...]
 Fields = tuple[tuple[str, str, tuple[str, ...]], ...]
@@ -49,6 +50,14 @@ HOOKED: Hooked = (
     ("vllm.v1.core.block_pool", "BlockPool.reset_prefix_cache", ()),
     ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.remove", ("block",)),
     ("vllm.v1.core.kv_cache_utils", "init_none_hash", ("hash_fn",)),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.may_reinitialize_input_batch", ("kv_cache_config",)),
+    (f"{_SAMPLE}.thinking_budget_state", "ThinkingBudgetStateHolder.sync_batch", ("batch_update",)),
+    (f"{_SAMPLE}.thinking_budget_state", "ThinkingBudgetStateHolder._update_think_state", ("state",)),
+    (
+        f"{_SAMPLE}.thinking_budget_state",
+        "ThinkingBudgetStateHolder._find_last_sequence_index",
+        ("target_list", "token_ids"),
+    ),
     ("vllm.v1.request", "Request.from_engine_core_request", ("request", "block_hasher")),
     ("vllm.v1.request", "Request.append_output_token_ids", ("token_ids",)),
     ("vllm.v1.engine.core", "EngineCore.reset_prefix_cache", ("reset_running_requests",)),

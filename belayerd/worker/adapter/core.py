@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import structlog
+from vllm.config.reasoning import ReasoningConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.core.sched.utils import check_stop
@@ -15,7 +16,8 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.request import Request
 
-from belayer.config import Model, Slot
+from belayer.config import Model, Router, Slot
+from belayer.errors import ConfigInvalid
 from belayerd.worker.adapter.seat import seat
 
 logger = structlog.get_logger(daemon="worker")
@@ -25,10 +27,11 @@ INTERNAL = 0xFFFF
 _GROUP = "belayerd.worker.adapter.group.GroupExecutor"
 
 
-def engine_args(model: Model, slot: Slot) -> EngineArgs:
+def engine_args(model: Model, slot: Slot, router: Router | None = None) -> EngineArgs:
     """Settings of a slot's engine. Eager and with explicit KV bytes: no profiling run, no compilation to
-    wait for."""
-    return EngineArgs(
+    wait for. ``router``: its words for thinking, which the engine counts and behind which a grammar begins; the front
+    end has the same, or it would let in what the engine does not do."""
+    args = EngineArgs(
         model=model.path,
         served_model_name=[model.name],
         dtype=model.dtype,
@@ -47,12 +50,22 @@ def engine_args(model: Model, slot: Slot) -> EngineArgs:
         disable_log_stats=True,
         seed=0,
     )
+    if router is not None and router.thinks():
+        args.reasoning_parser = router.reasoning_parser
+        args.reasoning_config = ReasoningConfig(
+            reasoning_start_str=router.reasoning_start, reasoning_end_str=router.reasoning_end
+        )
+    return args
 
 
-def preload(model: Model, slot: Slot) -> None:
+def preload(model: Model, slot: Slot, router: Router) -> None:
     """Before the fork: build the configuration and the tokenizer once, which fills vLLM's caches for every child
-    (the first look at a model class costs vLLM a whole subprocess, some 8 s)."""
-    cached_tokenizer_from_config(engine_args(model, slot).create_engine_config().model_config)
+    (the first look at a model class costs vLLM a whole subprocess, some 8 s). Raises ConfigInvalid."""
+    try:
+        config = engine_args(model, slot, router).create_engine_config()
+    except (KeyError, RuntimeError) as why:  # no parser of that name; or the tokenizer lacks its words
+        raise ConfigInvalid(f"router.reasoning_parser {router.reasoning_parser!r}: {str(why).strip(chr(39))}") from why
+    cached_tokenizer_from_config(config.model_config)
 
 
 def _nothing() -> None:
@@ -118,6 +131,10 @@ class Core(EngineCoreProc):
         for ids in (request.prompt_token_ids, prefix):
             if ids and not (min(ids) >= 0 and max(ids) < self._vocab):
                 raise ValueError(f"token ids {min(ids)} to {max(ids)} are not within the vocabulary of {self._vocab}")
+        budget = request.sampling_params.thinking_token_budget if request.sampling_params else None
+        known = self.vllm_config.reasoning_config
+        if budget is not None and not (known and known.enabled):
+            raise ValueError("this engine does not know where thinking ends, so a budget would be without effect")
         if self.mm_receiver_cache is not None and request.mm_features:
             request.mm_features = self.mm_receiver_cache.get_and_update_features(request.mm_features)
         if prefix:

@@ -22,6 +22,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from belayerd.worker.adapter.seat import seat
+from belayerd.worker.adapter.thinking import count_in
 
 
 class Draws(torch.Generator):
@@ -74,6 +75,11 @@ class ResumingRunner(CPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.requests: _States = _States()
+        count_in(self.input_batch, vllm_config, device)
+
+    def may_reinitialize_input_batch(self, kv_cache_config: Any) -> None:
+        super().may_reinitialize_input_batch(kv_cache_config)
+        count_in(self.input_batch, self.vllm_config, self.device)  # it may be another batch now
 
     def _update_states(self, scheduler_output: Any) -> Any:
         self.requests.prefixes = {
