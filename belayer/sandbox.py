@@ -12,6 +12,7 @@ Blocking; one instance per thread.
 from __future__ import annotations
 
 import socket
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -150,8 +151,8 @@ class Sandbox:
 
     def upload(self, source: Path | str, target: str, *, user: str = "", context: Sequence[Any] = ()) -> int:
         """Copy a file, or what is below a folder, to the absolute path ``target`` in the sandbox; the number of files.
-        Regular files with their permission bits; anything else is refused before a byte is sent. It changes E_k:
-        every message of at most ``transfer.PART`` bytes is one action, and ``boundary`` grows with it."""
+        Regular files and empty folders with their permission bits; anything else is refused before a byte is sent. It
+        changes E_k: every message of at most ``transfer.PART`` bytes is one action, and ``boundary`` grows with it."""
         count = 0
         for files in transfer.parts(Path(source), target, user):
             ask = WriteFiles(
@@ -163,7 +164,7 @@ class Sandbox:
             )
             done = self._act(ask, FilesWritten, _LONG_S)
             self.boundary = done.boundary
-            count += sum(not file.append for file in files[: done.written])
+            count += sum(not file.append and not stat.S_ISDIR(file.mode) for file in files[: done.written])
             if done.failed:
                 raise Refused(f"upload to {target}: {done.failed}", kept=f"{count} files are there")
         return count

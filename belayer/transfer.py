@@ -15,30 +15,39 @@ PART = 4 << 20  # bytes of file content in one message
 
 
 def parts(source: Path, target: str, user: str) -> Iterator[list[FileIn]]:
-    """Messages worth of files. Raises Refused for what is neither a regular file nor a folder, before the first one."""
+    """Messages worth of files, and of folders that are empty (the others come with what is in them). Raises Refused for
+    what is neither a regular file nor a folder, before the first one."""
     found = list(_walk(source, target))
     batch, size = list[FileIn](), 0
     for path, name in found:
-        with path.open("rb") as file:
-            mode, first = stat.S_IMODE(os.fstat(file.fileno()).st_mode), True
-            while True:
-                data = file.read(PART - size)
-                if data or first:
-                    batch.append(FileIn(path=name, data=data, mode=mode, user=user, append=not first))
-                    size, first = size + len(data), False
-                if size >= PART or len(batch) >= 1000:
-                    yield batch
-                    batch, size = [], 0
-                if not data:
-                    break
+        for file in _pieces(path, name, user):
+            if batch and (size + len(file.data) > PART or len(batch) >= 1000):
+                yield batch
+                batch, size = [], 0
+            batch.append(file)
+            size += len(file.data)
     if batch:
         yield batch
+
+
+def _pieces(path: Path, name: str, user: str) -> Iterator[FileIn]:
+    if path.is_dir():
+        yield FileIn(path=name, data=b"", mode=path.stat().st_mode, user=user)
+        return
+    with path.open("rb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        yield FileIn(path=name, data=file.read(PART), mode=mode, user=user)
+        while data := file.read(PART):
+            yield FileIn(path=name, data=data, mode=mode, user=user, append=True)
 
 
 def _walk(source: Path, target: str) -> Iterator[tuple[Path, str]]:
     kind = source.lstat().st_mode
     if stat.S_ISDIR(kind):
-        for name in sorted(os.listdir(source)):
+        names = sorted(os.listdir(source))
+        if not names:
+            yield source, target.rstrip("/") or "/"
+        for name in names:
             yield from _walk(source / name, f"{target.rstrip('/')}/{name}")
     elif stat.S_ISREG(kind):
         yield source, target

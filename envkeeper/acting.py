@@ -18,6 +18,7 @@ from belayer.clock import Stopwatch
 from belayer.errors import BelayerError, Refused, SandboxLost
 from belayer.messages.sandbox import (
     ExecAction,
+    FileIn,
     FilesWritten,
     InjectSandboxFault,
     Observation,
@@ -78,8 +79,7 @@ class Acting:
             written, failed = 0, ""
             try:
                 for file in ask.files:
-                    user = file.user or box.record.recipe.user
-                    await keeper.thread(link.write_file, number, file.path, file.data, file.mode, user, file.append)
+                    await keeper.thread(_put, link, number, file, file.user or box.record.recipe.user)
                     written += 1
             except AgentError as why:
                 failed = why.message
@@ -170,3 +170,10 @@ class Acting:
             else "no checkpoint",
             remedy="restore, and generate again from that boundary" if box.ready else "start a new sandbox",
         )
+
+
+def _put(link: AgentLink, number: int, file: FileIn, user: str) -> None:
+    if stat.S_ISDIR(file.mode):
+        link.make_folder(number, file.path, stat.S_IMODE(file.mode), user)
+    else:
+        link.write_file(number, file.path, file.data, file.mode, user, file.append)

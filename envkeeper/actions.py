@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from pathlib import PurePosixPath
 
 from belayer.errors import Refused
@@ -56,7 +57,9 @@ def check_file(file: FileIn) -> None:
         raise Refused(
             f"{file.path}: {len(file.data)} bytes at once are over the cap of {MAX_FILE_PART}; append the rest"
         )
-    if file.mode & ~0o7777:
+    if stat.S_ISDIR(file.mode) and (file.data or file.append):
+        raise Refused(f"{file.path}: a folder has no bytes")
+    if file.mode & ~(0o7777 | stat.S_IFDIR):
         raise Refused(f"{file.path}: {file.mode:o} are no permission bits")
 
 

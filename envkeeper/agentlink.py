@@ -192,6 +192,11 @@ class AgentLink:
         body = struct.pack("<QII", number, int(append), mode) + b"".join(map(_bytes, (_raw(user), _raw(path), data)))
         self._ask(b"W", body, b"k", timeout_s)
 
+    def make_folder(self, number: int, path: str, mode: int, user: str, timeout_s: float = 60.0) -> None:
+        """One that is there already stays as it is. AgentError from an agent older than this request."""
+        body = struct.pack("<QI", number, mode) + b"".join(map(_bytes, (_raw(user), _raw(path))))
+        self._ask(b"D", body, b"k", timeout_s)
+
     def read_path(self, path: str, offset: int, most: int, timeout_s: float = 60.0) -> PathRead:
         data, end = bytearray(), monotonic() + timeout_s
         with self._connect() as sock:

@@ -111,7 +111,8 @@ class Observation(Message, frozen=True, kw_only=True, tag=True):
 
 class FileIn(Message, frozen=True, kw_only=True, tag=True):
     """One file for the sandbox. ``path`` is absolute there; missing folders are made. ``append`` adds to a file that
-    exists; otherwise it appears whole, in place of what had that name. ``user`` owns it, "" for the sandbox's own."""
+    exists; otherwise it appears whole, in place of what had that name. ``user`` owns it, "" for the sandbox's own. A
+    ``mode`` with ``stat.S_IFDIR`` is a folder, without data; one that is there already stays as it is."""
 
     path: str
     data: bytes

@@ -132,6 +132,7 @@ void press_on(struct act *a);
 
 /* files.c */
 void write_file(struct conn *c, const uint8_t *body, size_t n);
+void make_folder(struct conn *c, const uint8_t *body, size_t n);
 void read_path(struct conn *c, const uint8_t *body, size_t n);
 
 /* cursor over a request body */

@@ -117,6 +117,31 @@ void write_file(struct conn *c, const uint8_t *body, size_t n) {
     finish(c);
 }
 
+/* D: u64 action, u32 mode, bytes user, bytes path -> k. A folder; one that is there already stays as it is. */
+void make_folder(struct conn *c, const uint8_t *body, size_t n) {
+    struct cursor k = { (uint8_t *)body, n, 0 };
+    uint64_t number = take_u64(&k);
+    uint32_t mode = take_u32(&k), user_len, path_len;
+    char *user = (char *)take_bytes(&k, &user_len), *path = (char *)take_bytes(&k, &path_len), *name;
+    struct who w;
+    const char *why;
+    int up, fd, made, failed;
+    if (k.bad || *path != '/') { refuse(c, "short file request, or no absolute path"); return; }
+    if ((why = find_user(user, &w))) { refuse(c, why); return; }
+    if ((up = parent_of(path, &name, w.uid, w.gid)) < 0) { fail(c, "no folder for", path); return; }
+    made = *name && mkdirat(up, name, 0700) == 0;
+    if (!made && *name && errno != EEXIST) { fail(c, "cannot make", path); close(up); return; }
+    fd = made ? openat(up, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC) : open_inside(path, O_PATH | O_DIRECTORY, 0);
+    failed = fd < 0 || (made && (fchown(fd, w.uid, w.gid) || fchmod(fd, mode & 07777)));
+    if (failed) fail(c, "cannot make", path);
+    if (fd >= 0) close(fd);
+    close(up);
+    if (failed) return;
+    last_done = number;
+    frame(c, 'k', "", 0);
+    finish(c);
+}
+
 static void send_names(struct conn *c, int fd) {
     DIR *d = fdopendir(fd);
     struct dirent *e;

@@ -20,7 +20,7 @@
  *                                                     r: i32 code, u32 signal, u32 flags, u32 ms, u64 stdout bytes,
  *                                                        u64 stderr bytes, u64 user us, u64 system us, u64 max rss KiB
  *            K u64 action end it now               -> k (the action's own connection gets its r)
- *            W, R         files: see files.c
+ *            W, D, R      files: see files.c
  *   error    !: text      nothing was begun
  */
 #include "agent.h"
@@ -102,6 +102,7 @@ static void request(struct conn *c, uint8_t kind, uint8_t *body, size_t n) {
     case 'X': start_action(c, body, n); break;
     case 'K': stop_action(c, body, n); break;
     case 'W': write_file(c, body, n); break;
+    case 'D': make_folder(c, body, n); break;
     case 'R': read_path(c, body, n); break;
     default: refuse(c, "unknown request");
     }

@@ -47,7 +47,10 @@ def test_a_tree_goes_in_and_comes_back(box: Sandbox, tmp_path: Path) -> None:
     (source / "deep/er/é 🙂").write_bytes(b"odd")
     (source / "tool").write_text("#!/bin/sh\necho ran\n")
     (source / "tool").chmod(0o750)
+    (source / "deep/nothing/in it").mkdir(parents=True)
+    (source / "deep/nothing/in it").chmod(0o1711)
     assert box.upload(source, "/srv/tree", user="nobody") == 4
+    assert box.exec("stat -c '%a %U %F' '/srv/tree/deep/nothing/in it'").stdout == "1711 nobody directory\n"
     assert box.exec("/srv/tree/tool; stat -c '%a %U' /srv/tree/tool /srv/tree/deep").stdout == (
         "ran\n750 nobody\n755 nobody\n"
     )
@@ -102,8 +105,12 @@ def test_links_lead_nowhere_but_into_the_sandbox(host: EnvHost, box: Sandbox, tm
         put(host, box, FileIn(path=f"{where}/{mark}", data=where.encode()))
         assert box.exec(f"cat /t/real/{mark}").stdout == where
     for where in ("/t/root/x", "/t/fds/x", "/t/loop/x"):
-        with pytest.raises(Refused):
-            put(host, box, FileIn(path=where, data=b"x"))
+        for file in (FileIn(path=where, data=b"x"), FileIn(path=where, data=b"", mode=0o40755)):
+            with pytest.raises(Refused):
+                put(host, box, file)
+    # A folder that is there stays as it is, also by another name.
+    put(host, box, FileIn(path="/t/abs", data=b"", mode=0o40700))
+    assert box.exec("stat -c '%a %F' /t/abs /t/real").stdout == "777 symbolic link\n755 directory\n"
     # The last name itself is replaced, never followed.
     put(host, box, FileIn(path="/t/last", data=b"new"))
     assert box.exec("cat /t/last /t/real/victim; stat -c %F /t/last").stdout == "newsafe\nregular file\n"
@@ -134,6 +141,8 @@ def test_bad_asks_are_refused_by_name(host: EnvHost, box: Sandbox, tmp_path: Pat
         (FileIn(path="/x/..", data=b""), "no file"),
         (FileIn(path="/x/", data=b""), "no file"),
         (FileIn(path="/x", data=b"", mode=0o20000), "no permission bits"),
+        (FileIn(path="/x", data=b"x", mode=0o40755), "a folder has no bytes"),
+        (FileIn(path="/etc/passwd", data=b"", mode=0o40755), "cannot make"),
         (FileIn(path="/x", data=b"", user="nobody-knows"), "no such user"),
     ):
         with pytest.raises(Refused, match=word):

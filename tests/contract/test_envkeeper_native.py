@@ -111,12 +111,14 @@ def test_no_request_however_broken_ends_pid_1(host: EnvHost, box: Sandbox) -> No
         return struct.pack("<I", len(data)) + data + b"\0"
 
     def request() -> bytes:
-        match random.choice(b"XXWRKNQP?"):
+        match random.choice(b"XXWDRKNQP?"):
             case 88:
                 action = Action(7, random.choice([b"true", (b"true",)]), 1, random.choice([0, 1, 2, 99]), stdin=b"in")
                 body = bytearray(b"X" + action.encode())
             case 87:
                 body = bytearray(b"W" + random.randbytes(16) + text() + text() + text())
+            case 68:
+                body = bytearray(b"D" + random.randbytes(12) + text() + text())
             case 82:
                 body = bytearray(b"R" + random.randbytes(12) + text())
             case kind:
