@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from belayer import procs, statefile
 from belayer.clock import monotonic
-from belayer.errors import BelayerError, DaemonUnreachable
+from belayer.errors import BelayerError, DaemonUnreachable, WorkerFailed
 from belayer.messages.common import Done, Ping, Pong
 from belayer.messages.control import HostStatus, HostStatusReply
 from belayer.messages.sandbox import DestroySandbox, ListSandboxes, SandboxList
@@ -59,6 +59,13 @@ def demo_config(model: Path, port: int, slots: int = 2, *, extra_slot: str = "",
         for n in range(slots)
     ]
     return "\n".join([f"[router]\nport = {port}\n", *parts, extra])
+
+
+def _refuse_given_up(status: HostStatusReply) -> None:
+    reasons = [f"slot {row.slot}: {row.reason}" for row in status.slots if row.gave_up]
+    reasons += [status.zygote] if status.zygote_failed else []
+    if reasons:
+        raise WorkerFailed(" | ".join(reasons), kept="whatever serves goes on")
 
 
 def _is_daemon(cmdline: bytes) -> bool:
@@ -161,12 +168,16 @@ class LocalHost:
 
         return self.wait(what, probe, within)
 
-    def until_protected(self, within: float = 300.0) -> HostStatusReply:
-        return self.until(
-            "protected slots",
-            lambda s: bool(s.slots) and all(row.protected or row.state == "reserve" for row in s.slots),
-            within,
-        )
+    def until_protected(self, within: float = 300.0, *, mending: bool = False) -> HostStatusReply:
+        """Raises WorkerFailed at once, with the reason, when a slot has given up. ``mending``: what it lacks is on its
+        way, and belayerd tries again by itself."""
+
+        def protected(status: HostStatusReply) -> bool:
+            if not mending:
+                _refuse_given_up(status)
+            return bool(status.slots) and all(row.protected or row.state == "reserve" for row in status.slots)
+
+        return self.until("protected slots", protected, within)
 
     def stop(self) -> None:
         """End everything below this root and see it dead."""

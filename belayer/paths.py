@@ -72,6 +72,16 @@ class Paths:
         return self.run / "router.sock"
 
     @property
+    def fronts_sock(self) -> Path:
+        """Where the router's fronts find it, when they are processes of their own."""
+        return self.run / "fronts.sock"
+
+    @property
+    def fronts_metrics(self) -> Path:
+        """What these fronts count, one file per process and kind (prometheus-client's multiprocess mode)."""
+        return self.run / "fronts"
+
+    @property
     def envkeeper_sock(self) -> Path:
         return self.run / "envkeeper.sock"
 
@@ -81,6 +91,10 @@ class Paths:
     def worker_tmp(self, worker_id: str) -> Path:
         """The worker's own TMPDIR: vLLM leaves files behind when it is killed; they go with the folder."""
         return self.run / "w" / f"{worker_id}.tmp"
+
+    def last_words(self, name: str) -> Path:
+        """Why a worker, or the zygote, ended, in its own words (belayer.lastwords)."""
+        return self.run / "w" / f"{name}.words"
 
     def heartbeat(self, worker_id: str) -> Path:
         return self.run / "hb" / worker_id

@@ -58,6 +58,12 @@ def rss_mb(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+def own_cgroup() -> str:
+    """Folder of this process's version 2 control group, "" where there is none."""
+    own = Cgroups._own()
+    return str(own) if own is not None else ""
+
+
 def die_with_parent(parent: int) -> None:
     """In a child right after the fork: SIGKILL for this process when ``parent`` ends (prctl(2), PR_SET_PDEATHSIG)."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:

@@ -50,6 +50,7 @@ def health(status: HostStatusReply) -> str:
     missing = {"weights", "kv"} - {owner.kind for owner in status.owners}
     why = [f"gpuowner@{kind} does not answer" for kind in sorted(missing)]
     why += [] if status.router else ["belayer-router does not answer"]
+    why += ["no zygote"] if status.zygote_failed else []
     why += [f"{slot.slot} is not protected" for slot in status.slots if not slot.protected and slot.state != "reserve"]
     return "NOT healthy: " + ", ".join(why or ["no slots"])
 
@@ -73,6 +74,8 @@ def slots(status: HostStatusReply) -> Group:
     reasons = [
         Text(f"{slot.slot}: {slot.reason}{_way_out(slot)}", style="yellow") for slot in status.slots if slot.reason
     ]
+    if status.zygote_failed:
+        reasons.append(Text(status.zygote, style="red"))
     return Group(out, *reasons, workers(status))
 
 
@@ -90,6 +93,9 @@ def workers(status: HostStatusReply) -> Table:
             phase = f"{worker.phase or 'starting'}{stopped}"
             row = (slot.slot, worker.role, str(worker.pid), phase, f"{worker.age_ms:.0f}", f"{worker.rss_mb:.0f}")
             out.add_row(*row)
+            for rank in worker.ranks:
+                stopped = " STOPPED" if rank.state in ("T", "t") else ""
+                out.add_row("", "", str(rank.pid), f"rank {rank.rank}{stopped}", "", f"{rank.rss_mb:.0f}")
     return out
 
 

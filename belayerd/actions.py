@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from belayer import lastwords
 from belayer.clock import monotonic
 from belayer.config import Policy
 from belayer.errors import (
@@ -47,10 +48,11 @@ from belayer.procs import Cgroups, kill_tree
 from belayer.rpc import Client
 from belayerd.gate import CPU, HealthGate
 from belayerd.handover import BY_ACTION, Action
-from belayerd.links import OwnerLink, WorkerLink
+from belayerd.links import OwnerLink, WorkerLink, how_ended
 from belayerd.pair import Ref
 
 _LOOK_S = 0.002
+_ASK_S = 1.0
 YIELD_S = 1.0  # interrupted requests come first: a slot is exposed this much longer at most
 REPORT_S = 30.0  # how long step 5 is waited for, for its figure
 
@@ -269,6 +271,11 @@ class Actions:
     async def withdraw(self, slot: str, generation: int, reason: str) -> None:
         message = UnregisterWorker(slot=slot, generation=generation, gone=True, reason=reason)
         await self._router.call(message, Done, self._step_s)
+
+    async def why_ended(self, worker_id: str) -> str:
+        """Its own words, else how the kernel ended it, "" when neither is known. Not long: others wait for it."""
+        words = lastwords.read(self._paths.last_words(worker_id))
+        return words or await asyncio.to_thread(how_ended, self._paths, worker_id, _ASK_S)
 
     async def kill(self, worker: Ref, pidfd: int | None) -> str:
         dead, alive = await asyncio.to_thread(

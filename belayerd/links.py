@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from belayer import wire
 from belayer.clock import monotonic
-from belayer.errors import DaemonUnreachable, WorkerFailed
+from belayer.errors import BelayerError, DaemonUnreachable, WorkerFailed
 from belayer.messages.owner import (
     ArenaInfo,
     BeginFence,
@@ -27,7 +27,7 @@ from belayer.messages.owner import (
     Role,
     Welcome,
 )
-from belayer.messages.worker import Spawned, SpawnWorker
+from belayer.messages.worker import HowEnded, Spawned, SpawnWorker, WorkerEnd
 from belayer.paths import Paths
 from belayer.rpc import decode_reply
 from belayer.seqpacket import SeqClient
@@ -98,6 +98,20 @@ def spawn(paths: Paths, message: SpawnWorker, within: float) -> tuple[Spawned, i
             os.close(fd)
         raise DaemonUnreachable(f"the zygote sent {len(fds)} descriptors with Spawned, expected the pidfd")
     return reply, fds[0]
+
+
+def how_ended(paths: Paths, worker_id: str, within: float) -> str:
+    """What the zygote knows of a worker that has ended, "" when there is nobody to ask. Blocking."""
+    try:
+        client = SeqClient(paths.zygote_sock, within)
+    except DaemonUnreachable:
+        return ""
+    try:
+        return client.call(HowEnded(worker_id=worker_id), WorkerEnd)[0].said
+    except BelayerError:
+        return ""
+    finally:
+        client.close()
 
 
 class OwnerLink:

@@ -88,23 +88,43 @@ def spawned_unwanted(pair: Pair, event: Event, now: float, limits: policy.Limits
     return pair, [Kill(worker=event.worker)]
 
 
-def _start_failed(pair: Pair, reason: str, limits: policy.Limits, without: State, again: State) -> Out:
+def _start_failed(pair: Pair, reason: str, now: float, limits: policy.Limits, without: State, again: State) -> Out:
     failed = pair.failed_starts + 1
     pair = _set(pair, shadow=None, failed_starts=failed, reason=reason)
     if policy.gives_up(failed, limits):
         reason = f"{failed} starts in a row failed, the last one: {reason}"
-        return _set(pair, state=without, reason=reason), [Save(), Alert(reason=reason)]
+        record = Record(running=_no_start(pair, reason, now), outcome=f"gave up: {without}")
+        return _set(pair, state=without, reason=reason), [Save(), record, Alert(reason=reason)]
     return _set(pair, state=again), [Save(), Wait(seconds=policy.backoff(failed, limits))]
+
+
+def _no_start(pair: Pair, reason: str, now: float) -> Running:
+    """An incident of no handover: the slot is left as it is."""
+    return Running(
+        incident_id=f"start-{pair.slot}-{pair.generation}-{int(now * 1e3)}",
+        cause=Cause.START,
+        detail=reason,
+        plan=(),
+        done=0,
+        old=None,
+        detected_at=now,
+    )
+
+
+def _candidate(pair: Pair) -> str:
+    """What the worker that does not come up was to be."""
+    return "spare" if pair.spare else "main"
 
 
 def first_start_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
     assert isinstance(event, SpawnFailed)
-    return _start_failed(pair, event.reason, limits, State.EMPTY, State.ARMING)
+    said = f"{_candidate(pair)} did not start: {event.reason}"
+    return _start_failed(pair, said, now, limits, State.EMPTY, State.ARMING)
 
 
 def rearm_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
     assert isinstance(event, SpawnFailed)
-    return _start_failed(pair, event.reason, limits, State.EXPOSED, State.REARMING)
+    return _start_failed(pair, f"shadow did not start: {event.reason}", now, limits, State.EXPOSED, State.REARMING)
 
 
 def _first_main(worker_id: str, now: float) -> Running:
@@ -169,7 +189,7 @@ def reserve_lost(pair: Pair, event: Event, now: float, limits: policy.Limits) ->
     assert isinstance(event, WorkerLost)
     if pair.shadow is None or event.worker_id != pair.shadow.worker_id:
         return pair, []
-    after, effects = _start_failed(pair, f"spare lost: {event.detail}", limits, State.EMPTY, State.ARMING)
+    after, effects = _start_failed(pair, f"spare lost: {event.detail}", now, limits, State.EMPTY, State.ARMING)
     return after, [Kill(worker=pair.shadow), *effects]
 
 
@@ -239,7 +259,8 @@ def _begin_and_perform(begun: Pair, to: State) -> Out:
 
 def shadow_lost(pair: Pair, event: WorkerLost, now: float, limits: policy.Limits) -> Out:
     assert pair.shadow is not None
-    after, effects = _start_failed(pair, f"shadow lost: {event.detail}", limits, State.EXPOSED, State.REARMING)
+    said = "shadow did not start" if pair.state is State.REARMING else "shadow lost"
+    after, effects = _start_failed(pair, f"{said}: {event.detail}", now, limits, State.EXPOSED, State.REARMING)
     return after, [Kill(worker=pair.shadow), *effects]
 
 
@@ -270,10 +291,11 @@ def candidate_lost(pair: Pair, event: Event, now: float, limits: policy.Limits) 
     assert isinstance(event, WorkerLost)
     if pair.shadow is None or event.worker_id != pair.shadow.worker_id:
         return pair, []
-    return _drop_candidate(pair, pair.shadow, event.detail, limits)
+    said = f"{_candidate(pair)} did not start" if pair.state is State.ARMING else "worker lost"
+    return _drop_candidate(pair, pair.shadow, f"{said}: {event.detail}", now, limits)
 
 
-def _drop_candidate(pair: Pair, worker: Ref, detail: str, limits: policy.Limits) -> Out:
+def _drop_candidate(pair: Pair, worker: Ref, reason: str, now: float, limits: policy.Limits) -> Out:
     """No main serves and the candidate died: another one. What the handover has done to the old main stays done;
     what was done to the candidate begins again with the next one. A candidate that may have held the lease, or
     may have been registered, is itself unregistered and fenced like a main, and its generation is spent."""
@@ -286,9 +308,7 @@ def _drop_candidate(pair: Pair, worker: Ref, detail: str, limits: policy.Limits)
             done = min(running.done, running.plan.index(Action.OWNERS))
             running = msgspec.structs.replace(running, done=done)
         running = msgspec.structs.replace(running, serial=running.serial + 1)
-    after, effects = _start_failed(
-        _set(pair, running=running), f"worker lost: {detail}", limits, State.EMPTY, State.ARMING
-    )
+    after, effects = _start_failed(_set(pair, running=running), reason, now, limits, State.EMPTY, State.ARMING)
     if after.state is State.EMPTY and running is not None:
         after, effects = _quarantine(after, after.reason)
     return after, [Kill(worker=worker), *effects]
@@ -359,7 +379,7 @@ def action_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -
     if running is None or event.serial != running.serial:
         return pair, []
     if event.worker_gone and pair.shadow is not None:
-        return _drop_candidate(pair, pair.shadow, event.reason, limits)
+        return _drop_candidate(pair, pair.shadow, f"worker lost: {event.reason}", now, limits)
     if event.not_yet or BY_ACTION[event.action].on_failure is OnFailure.RETRY:
         return _set(pair, reason=f"{event.action}: {event.reason}"), [Wait(seconds=limits.retry_s)]
     return _quarantine(pair, f"{event.action} failed: {event.reason}")

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from belayer import procs
+from belayer import lastwords, procs
+from belayer.daemon import EXIT_CONFIG
 from belayer.errors import BelayerError, DaemonUnreachable
 from belayer.messages.common import Ping, Pong
 from belayer.messages.router import RouterStatus, RouterStatusReply
@@ -19,23 +20,29 @@ from belayer.rpc import Client
 from belayer.seqpacket import SeqClient
 
 _PING_S = 5.0
+_HOPELESS = 3  # starts in a row that failed; it is tried on, and said to be hopeless
 _BUSY = 0
 _IMPORT_S = 120.0  # importing vLLM takes 8-12 s of CPU, far longer on a busy host
 
 
 class Zygote:
-    """Keeps one zygote alive: adopts a running one, starts one when there is none, replaces one that died."""
+    """Keeps one zygote alive: adopts a running one, starts one when there is none, replaces one that died.
 
-    def __init__(self, paths: Paths, config_path: Path, log: Any) -> None:
-        self._paths, self._config_path, self._log = paths, config_path, log
+    ``failure``: why the last start failed, "" while one answers or is on its way for the first time. ``told`` hears
+    each new one. ``hopeless``: it refused by name, or too many starts in a row failed."""
+
+    def __init__(self, paths: Paths, config_path: Path, log: Any, told: Callable[[str], None]) -> None:
+        self._paths, self._config_path, self._log, self._told = paths, config_path, log, told
         self.ready = asyncio.Event()
         self.pid = 0
         self.restarts = -1
+        self.failure, self.hopeless, self._failures = "", False, 0
 
     async def run(self) -> None:
         while True:
             self.pid = pid = await self._up()
             self.restarts += 1
+            self.failure, self.hopeless, self._failures = "", False, 0
             self.ready.set()
             self._log.info("zygote ready", pid=pid)
             await self._death(pid)
@@ -55,6 +62,9 @@ class Zygote:
                 return await self._start()
             except DaemonUnreachable as why:
                 self._log.error("no zygote; trying again", why=str(why))
+                if why.message != self.failure:
+                    self.failure = why.message
+                    self._told(why.message)
                 await asyncio.sleep(1.0)
 
     def _ping(self) -> int | None:
@@ -71,6 +81,9 @@ class Zygote:
             client.close()
 
     async def _start(self) -> int:
+        words = self._paths.last_words("zygote")
+        words.unlink(missing_ok=True)
+        kills = lastwords.oom_kills("")
         # In a session of its own and without our pipes: it outlives us, and so do its workers.
         log = os.open(self._paths.log("zygote"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         command = [sys.executable, "-m", "belayerd.worker.zygote", "--config", str(self._config_path)]
@@ -87,8 +100,12 @@ class Zygote:
                 return pid
             await asyncio.sleep(0.1)
             waited += 0.1
+        code = child.poll()
+        self._failures += 1
+        self.hopeless = code == EXIT_CONFIG or self._failures >= _HOPELESS
+        how = f"no answer in {waited:.0f} s" if code is None else lastwords.how(code, kills, lastwords.oom_kills(""))
         raise DaemonUnreachable(
-            f"the zygote did not come up (exit code {child.poll()})", remedy=f"see {self._paths.log('zygote')}"
+            f"the zygote did not start: {lastwords.read(words) or how}; log at {self._paths.log('zygote')}"
         )
 
     async def _death(self, pid: int) -> None:

@@ -29,6 +29,11 @@ def gives_up(failed_starts: int, limits: Limits) -> bool:
     return failed_starts >= limits.restart_budget
 
 
+def gave_up(state: str, failed_starts: int, limits: Limits) -> bool:
+    """Whether a slot in this state waits for somebody outside."""
+    return state == "quarantined" or (state in ("empty", "exposed") and gives_up(failed_starts, limits))
+
+
 def backoff(failed_starts: int, limits: Limits) -> float:
     """Doubling, from ``restart_backoff_s``, capped at a minute."""
     return float(min(60.0, limits.restart_backoff_s * 2.0 ** max(0, failed_starts - 1)))

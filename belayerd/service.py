@@ -88,7 +88,7 @@ class Supervisor:
         self._trainers = Trainers(paths.trainers, slots, policy.on_replaced_command, self._log)
         self._updates = Updates(slots, self._actions.weights, in_place, policy, self._log, self._trainers.refuse_owed)
         self._actions.held = self._updates.held
-        self._zygote = Zygote(paths, config_path, self._log)
+        self._zygote = Zygote(paths, config_path, self._log, self._zygote_failed)
         self._sealed_once: set[str] = set()  # models whose weights were seen whole in this life
         self._router_peer = RouterPeer(self._router, self._router_back, self._log)
         self._owners: tuple[OwnerStatusReply, ...] = ()
@@ -173,6 +173,12 @@ class Supervisor:
         host = self._config.host.name
         self._alerts.tell(Alert(host=host, slot=slot, state=state, generation=generation, reason=reason, at=wall()))
         self._call_spares()
+
+    def _zygote_failed(self, reason: str) -> None:
+        """Slots go on without one, and none of them can be armed."""
+        self._alerts.tell(
+            Alert(host=self._config.host.name, slot="", state="zygote", generation=0, reason=reason, at=wall())
+        )
 
     def _serves(self, slot: str, cause: str) -> None:
         self._trainers.observe(self._slots[slot], lambda: cause)
@@ -267,7 +273,8 @@ class Supervisor:
             router=router.instance if router else "",
             router_url=router.url if router else f"http://{self._config.router.host}:{self._config.router.port}",
             owners=self._owners,
-            zygote=f"pid {self._zygote.pid}" if self._zygote.ready.is_set() else "starting",
+            zygote=f"pid {self._zygote.pid}" if self._zygote.ready.is_set() else self._zygote.failure or "starting",
+            zygote_failed=self._zygote.hopeless,
             healthy=alive and all(slot.protected or slot.state == "reserve" for slot in slots),
         )
 

@@ -18,15 +18,14 @@ from belayer.clock import Stopwatch, monotonic, wall
 from belayer.config import Policy, Slot
 from belayer.errors import BelayerError, HandoverFailed, Refused, WeightsTorn, WorkerGone
 from belayer.ids import new_incident_id, new_worker_id
-from belayer.messages.control import Incident, SlotView, StepTiming, WorkerView
+from belayer.messages.control import Incident, SlotView, StepTiming
 from belayer.messages.router import ResumeReport
 from belayer.messages.worker import PAUSED, OracleReply, SpawnWorker, WorkerState, WorkerStatus, WorkerStatusReply
 from belayer.paths import Paths
 from belayer.story import Incidents
 from belayerd import pair as p
-from belayerd import pair_table, policy
+from belayerd import pair_table, policy, views
 from belayerd.actions import REPORT_S, YIELD_S, Actions, Target
-from belayerd.handover import BY_ACTION
 from belayerd.links import spawn
 from belayerd.updates import Seat
 from belayerd.watch import Watched, sweep
@@ -66,6 +65,7 @@ class SlotShell:
         self._ended: set[str] = set()  # ended while belayerd was down: nothing to watch, but files to sweep
         self._waiters: dict[str, asyncio.Future[Incident]] = {}
         self._injected: set[str] = set()
+        self._ends: dict[str, str] = {}  # how a lost main ended, by worker
         self._versions: dict[str, int] = {}  # weights that a worker maps, by worker
         self._since = wall()
         self._served_at = 0.0
@@ -119,8 +119,36 @@ class SlotShell:
         return True
 
     def _lost(self, worker_id: str, cause: p.Cause, detail: str) -> None:
+        """A main is handed over at once and its incident learns the reason; of any other worker the reason comes first,
+        since a start that fails is told by it alone."""
         incident = new_incident_id()
-        self._inbox.put_nowait(p.WorkerLost(worker_id=worker_id, cause=cause, detail=detail, incident_id=incident))
+        event = p.WorkerLost(worker_id=worker_id, cause=cause, detail=detail, incident_id=incident)
+        if cause is not p.Cause.DEATH:
+            self._inbox.put_nowait(event)
+        elif self.pair.main is not None and self.pair.main.worker_id == worker_id:
+            self._inbox.put_nowait(event)
+            self._group.create_task(self._learn(event))
+        else:
+            self._group.create_task(self._tell_learnt(event))
+
+    async def _learn(self, event: p.WorkerLost) -> None:
+        why = await self._actions.why_ended(event.worker_id)
+        if not why:
+            return
+        detail = self._ends[event.worker_id] = f"{event.detail}: {why}"
+        self._log.warning("main ended", worker=event.worker_id, why=why)
+        last = self.last_incident
+        if last is not None and last.incident_id == event.incident_id:  # it was written before the reason was known
+            self.last_incident = msgspec.structs.replace(last, detail=detail)
+            self._incidents.put(self.last_incident)
+
+    async def _tell_learnt(self, event: p.WorkerLost) -> None:
+        why = await self._actions.why_ended(event.worker_id) or event.detail
+        self._log.warning("worker ended", worker=event.worker_id, why=why)
+        self._inbox.put_nowait(msgspec.structs.replace(event, detail=f"{why}; {self._log_of(event.worker_id)}"))
+
+    def _log_of(self, worker_id: str) -> str:
+        return f"log at {self._paths.log(worker_id)}"
 
     async def _look(self) -> None:
         while True:
@@ -162,6 +190,7 @@ class SlotShell:
                 watched.close()
                 del self._watched[worker_id]
                 self._versions.pop(worker_id, None)
+                self._ends.pop(worker_id, None)
                 self._ended.add(worker_id)
         for worker_id in self._ended - self.known_workers():
             sweep(self._paths, self._cgroups, worker_id)
@@ -244,7 +273,7 @@ class SlotShell:
         try:
             status = await watched.link.call(WorkerStatus(), WorkerStatusReply, self._limits.start_deadline_s)
         except BelayerError as why:
-            self._lost(ref.worker_id, p.Cause.HANG, str(why))
+            self._lost(ref.worker_id, p.Cause.HANG, f"{why}; {self._log_of(ref.worker_id)}")
             return
         if status.state is WorkerState.FAILED or status.oracle is None:
             self._lost(ref.worker_id, p.Cause.DEATH, status.failure or "no oracle")
@@ -316,32 +345,23 @@ class SlotShell:
         running = effect.running
         if effect.outcome == "served":
             self._served_at = monotonic()
-        steps = tuple(
-            StepTiming(step=f"{BY_ACTION[t.action].number} {t.action}", ms=t.ms, detail=t.detail)
-            for t in running.timings
-        )
-        total = (monotonic() - running.detected_at) * 1e3
-        incident = Incident(
-            incident_id=running.incident_id,
-            slot=self.pair.slot,
-            at=wall() - total / 1e3,
-            cause=running.cause,
-            detail=running.detail,
-            from_generation=self.pair.generation - (effect.outcome == "served"),
-            to_generation=self.pair.generation,
-            outcome=effect.outcome,
-            steps=steps,
-            total_ms=total,
-            injected=bool(running.old and running.old.worker_id in self._injected),
+        old = running.old.worker_id if running.old else ""
+        incident = views.incident(
+            self.pair, running, effect.outcome, old in self._injected, self._ends.get(old, running.detail), monotonic()
         )
         self._incidents.put(incident)
         self._log.info(
-            "incident", id=incident.incident_id, cause=incident.cause, outcome=incident.outcome, ms=round(total, 1)
+            "incident",
+            id=incident.incident_id,
+            cause=incident.cause,
+            outcome=incident.outcome,
+            ms=round(incident.total_ms, 1),
         )
         if effect.outcome == "served":
             self._serves(self.pair.slot, running.cause)
         if effect.outcome != "open":
-            self.last_incident = incident if running.cause is not p.Cause.START else self.last_incident
+            started = running.cause is p.Cause.START and effect.outcome == "served"
+            self.last_incident = self.last_incident if started else incident
             waiter = self._waiters.pop(incident.incident_id, None)
             if waiter is not None and not waiter.done():
                 waiter.set_result(incident)
@@ -452,47 +472,16 @@ class SlotShell:
         self._injected.add(worker_id)
 
     def view(self) -> SlotView:
-        rows = []
-        for role, ref in (("main", self.pair.main), ("shadow", self.pair.shadow)):
-            if ref is not None:
-                rows.append(self._worker_view(role, ref))
-        return SlotView(
-            slot=self.pair.slot,
-            state=self.pair.state,
-            generation=self.pair.generation,
-            protected=self.pair.protected,
-            model=self.config.model,
-            device=self.config.device,
-            weight_version=self.pair.oracle.weight_version if self.pair.oracle else 0,
-            workers=tuple(rows),
-            handovers=self.pair.handovers,
-            reason=self.pair.reason or self._paused(),
-            since=self._since,
-            last_incident=self.last_incident,
-            rearm_ms=self.rearm_ms,
+        reason = self.pair.reason or self._paused()
+        # Whatever waits in the inbox may be the operator's word that it shall be tried again.
+        gave_up = policy.gave_up(self.pair.state, self.pair.failed_starts, self._limits) and self._inbox.empty()
+        return views.slot(
+            self.pair, self.config, self._watched, reason, self._since, self.last_incident, self.rearm_ms, gave_up
         )
 
     def _paused(self) -> str:
         main, _ = self.seats()
         return "its main is paused: an update of its weights is open" if main is not None and main.paused else ""
-
-    def _worker_view(self, role: str, ref: p.Ref) -> WorkerView:
-        watched = self._watched.get(ref.worker_id)
-        seen = watched.seen if watched else None
-        view = WorkerView(
-            worker_id=ref.worker_id,
-            pid=ref.pid,
-            role=role,
-            state=procs.state(ref.pid) or "gone",
-            age_ms=seen.age_s * 1e3 if seen else 0.0,
-            rss_mb=procs.rss_mb(ref.pid),
-        )
-        if seen is None or seen.pulse is None:
-            return view
-        pulse = seen.pulse
-        return msgspec.structs.replace(
-            view, phase=pulse.phase, step=pulse.step, running=pulse.running, waiting=pulse.waiting
-        )
 
     def close(self) -> None:
         for watched in self._watched.values():

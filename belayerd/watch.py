@@ -73,7 +73,11 @@ class Watched:
 
     def _processes(self) -> list[int]:
         """The worker that beats, then its other ranks: it sleeps in a step while one of them computes."""
-        return [self.ref.pid, *(procs.children(self.ref.pid) if self._ranks > 1 else ())]
+        return [self.ref.pid, *self.others()]
+
+    def others(self) -> list[int]:
+        """Pids of ranks 1 and up, in order: the first children that the leader has made."""
+        return procs.children(self.ref.pid)[: self._ranks - 1] if self._ranks > 1 else []
 
     def _tell(self, cause: Cause, detail: str) -> None:
         if not self._told:
@@ -94,6 +98,7 @@ def sweep(paths: Paths, cgroups: procs.Cgroups, worker_id: str) -> None:
     """Remove what a dead worker left: socket, heartbeat, temporary files, control group."""
     paths.worker_sock(worker_id).unlink(missing_ok=True)
     paths.heartbeat(worker_id).unlink(missing_ok=True)
+    paths.last_words(worker_id).unlink(missing_ok=True)
     tmp = paths.worker_tmp(worker_id)
     if tmp.is_dir():
         for folder, _, files in os.walk(tmp, topdown=False):

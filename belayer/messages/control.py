@@ -33,6 +33,15 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     injected: bool = False
 
 
+class RankView(msgspec.Struct, frozen=True, kw_only=True):
+    """A process of a tensor-parallel worker beside its leader, which is rank 0."""
+
+    rank: int
+    pid: int
+    state: str
+    rss_mb: float = 0.0
+
+
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """``pss_mb``: its fair share of what it maps with others; ``private_mb``: what would be free again without it;
     ``mapped_mb``: all that it maps and that exists. MiB, from /proc/PID/smaps_rollup, 0 until they were looked at."""
@@ -50,10 +59,12 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     mapped_mb: float = 0.0
     pss_mb: float = 0.0
     private_mb: float = 0.0
+    ranks: tuple[RankView, ...] = ()
 
 
 class SlotView(msgspec.Struct, frozen=True, kw_only=True):
-    """``protected``: a shadow is ready to take over now. ``state`` "reserve": a spare that waits to be called."""
+    """``protected``: a shadow is ready to take over now. ``state`` "reserve": a spare that waits to be called.
+    ``gave_up``: nothing is tried any more until an operator, or the return of what is missing, asks for it."""
 
     slot: str
     state: str
@@ -68,6 +79,7 @@ class SlotView(msgspec.Struct, frozen=True, kw_only=True):
     since: float = 0.0
     last_incident: Incident | None = None
     rearm_ms: float = 0.0
+    gave_up: bool = False
 
 
 class HostStatus(Message, frozen=True, kw_only=True, tag=True):
@@ -75,6 +87,8 @@ class HostStatus(Message, frozen=True, kw_only=True, tag=True):
 
 
 class HostStatusReply(Message, frozen=True, kw_only=True, tag=True):
+    """``zygote``: its pid, or why there is none; ``zygote_failed``: it ended on what another try will not mend."""
+
     host: str
     pid: int
     instance: str
@@ -84,6 +98,7 @@ class HostStatusReply(Message, frozen=True, kw_only=True, tag=True):
     router_url: str
     owners: tuple[OwnerStatusReply, ...] = ()
     zygote: str = ""
+    zygote_failed: bool = False
     healthy: bool = False
 
 

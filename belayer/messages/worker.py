@@ -138,8 +138,21 @@ class Retire(Message, frozen=True, kw_only=True, tag=True):
     generation: int
 
 
-ZygoteRequest = Ping | SpawnWorker
-ZygoteReply = Pong | Spawned | ErrorReply
+class HowEnded(Message, frozen=True, kw_only=True, tag=True):
+    """To the zygote, which alone can wait for its children: how did this worker end?"""
+
+    worker_id: str
+
+
+class WorkerEnd(Message, frozen=True, kw_only=True, tag=True):
+    """``said`` "": it has not ended, or is none of this zygote's last children."""
+
+    worker_id: str
+    said: str
+
+
+ZygoteRequest = Ping | SpawnWorker | HowEnded
+ZygoteReply = Pong | Spawned | WorkerEnd | ErrorReply
 Request = (
     Ping
     | WorkerStatus

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from belayer import log
+from belayer import lastwords, log
 from belayer.clock import Stopwatch
 from belayer.config import Config
 from belayer.heartbeat import Beat
@@ -39,9 +40,11 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     meet = own_tmp(paths, worker_id) / "ranks"
     # Unseeded requests draw from the process's generator; two workers of a slot must not draw the same numbers.
     seed = int.from_bytes(os.urandom(4), "little")
+    said = partial(lastwords.leave, paths.last_words(worker_id))
     others = ranks.fork(  # before the first thread, descriptor or lock that a rank would inherit
         slot.tensor_parallel,
         lambda at, leader: rank.run(at, leader, worker_id, slot, config, paths, meet, seed),
+        said,
     )
     heart = Heart(Beat(paths.heartbeat(worker_id)), slot.hang_limit_s)
     heart.announce("loading", slot.start_deadline_s)
@@ -54,7 +57,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
         heart.announce(f"warm-up: {name} done", slot.start_deadline_s)
 
     if others.pids:
-        others.watch()
+        others.watch(said)
     line = Line(paths.worker_sock(worker_id))
     view, arena, verified = rank.attach(paths, worker_id, slot, 0)
     lap("attach")

@@ -21,13 +21,23 @@ from typing import NoReturn
 import msgspec
 import structlog
 
+from belayer import lastwords, procs
 from belayer.errors import WorkerFailed
 from belayer.procs import die_with_parent
 
 logger = structlog.get_logger(daemon="worker")
 
 RANK_ENDED = 71  # exit status of a leader whose rank has ended
+_ECHO_S = 0.3  # a leader that fails within this time of a rank's end most likely fails of it
+_SPEAK_S = 5.0
+_watched: list[int] = []  # pidfds of this leader's ranks
+
+Said = Callable[[str], None]
 _LENGTH = struct.Struct("<I")
+
+
+class RankGone(WorkerFailed):
+    """The other end of a line is gone. Which rank, and how it ended, is for the thread that watches them to say."""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -38,7 +48,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Line:
-    """One end of the stream between the leader and a rank. Blocking. Raises WorkerFailed when the other end is gone."""
+    """One end of the stream between the leader and a rank. Blocking. Raises RankGone when the other end is gone."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -48,13 +58,13 @@ class Line:
         try:
             self._sock.sendall(_LENGTH.pack(len(data)) + data)
         except OSError as why:
-            raise WorkerFailed(f"a rank of this worker is gone: {why}") from why
+            raise RankGone(f"a rank of this worker is gone: {why}") from why
 
     def receive(self) -> bytes:
         head = self._file.read(_LENGTH.size)
         data = self._file.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
         if len(head) < _LENGTH.size or len(data) < _LENGTH.unpack(head)[0]:
-            raise WorkerFailed("a rank of this worker is gone")
+            raise RankGone("a rank of this worker is gone")
         return data
 
 
@@ -78,15 +88,26 @@ class Ranks:
     def answers(self) -> list[bytes]:
         return [line.receive() for line in self.lines]
 
-    def watch(self) -> None:
+    def watch(self, said: Said) -> None:
         """From now on the end of a rank is the end of this process. A thread, since the loop may be blocked in a step;
         it runs no engine and beats for nobody."""
-        threading.Thread(target=_end_with, args=(self.pids,), name="ranks", daemon=True).start()
+        _watched[:] = [os.pidfd_open(pid) for pid in self.pids]
+        threading.Thread(target=_end_with, args=(self.pids, said), name="ranks", daemon=True).start()
 
 
-def fork(size: int, body: Callable[[int, Line], None]) -> Ranks:
+def let_speak() -> None:
+    """In a leader that is about to end on an exception: when a rank has ended, that is the cause, and the thread that
+    watches says it and ends this process."""
+    poll = select.poll()
+    for fd in _watched:
+        poll.register(fd, select.POLLIN)
+    if _watched and poll.poll(_ECHO_S * 1e3):
+        threading.Event().wait(_SPEAK_S)
+
+
+def fork(size: int, body: Callable[[int, Line], None], said: Said) -> Ranks:
     """Fork ranks 1 to ``size`` - 1, each of which runs ``body(rank, line)`` and never returns. The caller has one
-    thread."""
+    thread. ``said``: hears why a rank ends."""
     lines: list[Line] = []
     pids: list[int] = []
     me = os.getpid()
@@ -95,37 +116,41 @@ def fork(size: int, body: Callable[[int, Line], None]) -> Ranks:
         pid = os.fork()
         if pid == 0:
             mine.close()
-            _run(me, rank, Line(theirs), body)
+            _run(me, rank, Line(theirs), body, said)
         theirs.close()
         lines.append(Line(mine))
         pids.append(pid)
     return Ranks(tuple(lines), tuple(pids))
 
 
-def _run(parent: int, rank: int, line: Line, body: Callable[[int, Line], None]) -> NoReturn:
+def _run(parent: int, rank: int, line: Line, body: Callable[[int, Line], None], said: Said) -> NoReturn:
     code = 1
     try:
         die_with_parent(parent)
         body(rank, line)
         code = 0
-    except BaseException:  # the leader's stack must never be unwound in the child
+    except RankGone:  # the leader's end is the leader's to explain
         logger.exception("rank_failed", rank=rank)
+    except BaseException as why:  # the leader's stack must never be unwound in the child
+        logger.exception("rank_failed", rank=rank)
+        said(f"rank {rank}: {lastwords.words_of(why)}")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _end_with(pids: Sequence[int]) -> None:
-    poll = select.poll()
-    ranks = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids, start=1)}
-    for fd in ranks:
+def _end_with(pids: Sequence[int], said: Said) -> None:
+    own = procs.own_cgroup()
+    before, poll = lastwords.oom_kills(own), select.poll()
+    for fd in _watched:
         poll.register(fd, select.POLLIN)
     fd, _ = poll.poll()[0]
-    pid = pids[ranks[fd] - 1]
+    rank = _watched.index(fd) + 1
+    pid = pids[rank - 1]
     _, status = os.waitpid(pid, 0)
-    code = os.waitstatus_to_exitcode(status)
-    how = f"killed by signal {-code}" if code < 0 else f"ended with status {code}"
-    logger.error("rank_gone", rank=ranks[fd], pid=pid, how=how, then="this worker ends: its ranks are one")
+    how = lastwords.how(os.waitstatus_to_exitcode(status), before, lastwords.oom_kills(own))
+    logger.error("rank_gone", rank=rank, pid=pid, how=how, then="this worker ends: its ranks are one")
+    said(f"rank {rank} (pid {pid}) {how}")
     sys.stderr.flush()
     os._exit(RANK_ENDED)

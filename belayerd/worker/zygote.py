@@ -15,11 +15,11 @@ import socket
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from belayer import log, procs, wire
+from belayer import lastwords, log, procs, wire
 from belayer.clock import Stopwatch
 from belayer.config import Config, load
 from belayer.daemon import OnlyOne, new_instance, notify, say
@@ -30,8 +30,10 @@ from belayer.messages.common import Ping, Pong
 from belayer.paths import Paths
 from belayer.rpc import to_reply
 from belayer.seqpacket import recv_fds
+from belayerd.worker import ranks
 
 MAX_REQUEST = 16 << 10
+_ENDS = 64  # belayerd asks at once, or never
 _JOIN_DEADLINE_S = 5.0
 
 # Read by torch, OpenMP and vLLM at import, so they must be set before it. Values given from outside win.
@@ -61,6 +63,13 @@ IMPORTS = (
 )
 
 
+class Child(NamedTuple):
+    pid: int
+    worker_id: str
+    cgroup: str
+    kills: lastwords.Kills  # of the OOM killer, before it was forked
+
+
 class Zygote:
     """Answers SpawnWorker with the child's pidfd. Single-threaded select loop."""
 
@@ -69,7 +78,8 @@ class Zygote:
         self._instance = new_instance()
         self._decoder: wire.Decoder[Any] = wire.Decoder(m.ZygoteRequest)
         self._selector = selectors.DefaultSelector()
-        self._children: dict[int, tuple[int, str]] = {}  # pidfd -> pid, worker id
+        self._children: dict[int, Child] = {}  # by pidfd
+        self._ends: dict[str, str] = {}  # how the last children ended, by worker id
         self._stop = False
         path = paths.zygote_sock
         path.unlink(missing_ok=True)
@@ -130,6 +140,8 @@ class Zygote:
             message = self._decoder.decode(data)
             if isinstance(message, Ping):
                 return Pong(daemon="zygote", pid=os.getpid(), instance=self._instance), None
+            if isinstance(message, m.HowEnded):
+                return self._how_ended(message.worker_id), None
             return self._spawn(message)
         except BelayerError as why:
             self._log.warning("declined", why=str(why))
@@ -141,14 +153,14 @@ class Zygote:
     def _spawn(self, message: m.SpawnWorker) -> tuple[m.Spawned, int]:
         if not is_name(message.worker_id) or message.slot not in {slot.name for slot in self._config.slot}:
             raise Refused(f"no worker {message.worker_id!r} can be made for slot {message.slot!r}")
-        watch = Stopwatch()
+        watch, kills = Stopwatch(), lastwords.oom_kills(message.cgroup)
         joined_r, joined_w = os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
             become_worker(message, self._config, self._paths, joined_w)
         os.close(joined_w)
         pidfd = os.pidfd_open(pid)  # the child cannot have been reaped: only we reap it
-        self._children[pidfd] = (pid, message.worker_id)
+        self._children[pidfd] = Child(pid, message.worker_id, message.cgroup, kills)
         self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(pidfd))
         try:
             self._wait_joined(joined_r, pidfd, message)
@@ -169,11 +181,21 @@ class Zygote:
                 )
 
     def _reap(self, pidfd: int) -> None:
-        pid, worker = self._children.pop(pidfd)
+        child = self._children.pop(pidfd)
         self._selector.unregister(pidfd)
         os.close(pidfd)
-        _, status = os.waitpid(pid, 0)
-        self._log.info("ended", worker=worker, pid=pid, status=os.waitstatus_to_exitcode(status))
+        _, status = os.waitpid(child.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        self._ends[child.worker_id] = lastwords.how(code, child.kills, lastwords.oom_kills(child.cgroup))
+        if len(self._ends) > _ENDS:
+            del self._ends[next(iter(self._ends))]
+        self._log.info("ended", worker=child.worker_id, pid=child.pid, status=code, how=self._ends[child.worker_id])
+
+    def _how_ended(self, worker_id: str) -> m.WorkerEnd:
+        for pidfd, child in list(self._children.items()):
+            if child.worker_id == worker_id and procs.is_dead(pidfd):  # the question came before the news
+                self._reap(pidfd)
+        return m.WorkerEnd(worker_id=worker_id, said=self._ends.get(worker_id, ""))
 
 
 def become_worker(message: m.SpawnWorker, config: Config, paths: Paths, joined: int) -> None:
@@ -187,8 +209,10 @@ def become_worker(message: m.SpawnWorker, config: Config, paths: Paths, joined: 
         _cut_ties(paths.log(message.worker_id))
         import_module("belayerd.worker.main").run(message.worker_id, message.slot, config, paths)
         code = 0
-    except BaseException:  # noqa: BLE001 the zygote's stack must never be unwound in the child
+    except BaseException as why:  # noqa: BLE001 the zygote's stack must never be unwound in the child
         sys.excepthook(*sys.exc_info())
+        ranks.let_speak()
+        lastwords.leave(paths.last_words(message.worker_id), lastwords.words_of(why))
     finally:
         sys.stderr.flush()
         os._exit(code)
@@ -226,28 +250,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="belayerd.worker.zygote", description="Forks workers for belayerd.")
     parser.add_argument("--config", type=Path, default=None)
     args = parser.parse_args()
-    logger = log.setup("zygote")
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
         paths = Paths().make()
-        config = load(args.config or paths.config)
-        on_gpu = [slot.name for slot in config.slot if slot.device != "cpu"]
-        if on_gpu:
-            raise HostUnfit(
-                f"slots {on_gpu} name a GPU: no worker of this build has ever run on one, and weights do not reach one",
-                kept="nothing was started",
-                remedy="docs/h200.md says what of the GPU path is built",
-            )
-        lock = OnlyOne(paths.run, "zygote")
-        ms = import_engine(config)
-        threads = len(os.listdir("/proc/self/task"))
-        if threads != 1:
-            raise HostUnfit(f"{threads} threads after importing vLLM: a fork would not be safe")
-        gc.freeze()  # keep what was imported out of the children's collections, and its pages shared
-        zygote = Zygote(config, paths, logger)
     except BelayerError as why:
         return say(why)
+    try:
+        return _serve(args.config, paths)
+    except BaseException as why:
+        lastwords.leave(paths.last_words("zygote"), lastwords.words_of(why))
+        if isinstance(why, BelayerError):
+            return say(why)
+        raise
+
+
+def _serve(config_path: Path | None, paths: Paths) -> int:
+    logger = log.setup("zygote")
+    config = load(config_path or paths.config)
+    on_gpu = [slot.name for slot in config.slot if slot.device != "cpu"]
+    if on_gpu:
+        raise HostUnfit(
+            f"slots {on_gpu} name a GPU: no worker of this build has ever run on one, and weights do not reach one",
+            kept="nothing was started",
+            remedy="docs/h200.md says what of the GPU path is built",
+        )
+    lock = OnlyOne(paths.run, "zygote")
+    ms = import_engine(config)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise HostUnfit(f"{threads} threads after importing vLLM: a fork would not be safe")
+    gc.freeze()  # keep what was imported out of the children's collections, and its pages shared
+    zygote = Zygote(config, paths, logger)
     notify("READY=1")
     logger.info("serving", import_ms=round(ms))
     zygote.serve()

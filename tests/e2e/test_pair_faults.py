@@ -5,13 +5,10 @@ Two slots and a spare on a tiny model. Each test ends with the slots protected a
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,11 +18,12 @@ from typing import Any
 import pytest
 
 from belayer import procs, statefile
-from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
+from belayer.localhost import LocalHost, demo_config, free_port
 from belayer.messages.control import HostStatusReply, SlotView
 from belayerd.pair import Pair
 from benchmarks import tiny
 from tests.e2e.test_host import ctl, facts, main_pid, pids, slot
+from tests.support.saboteurs import SaboteurHost
 from tests.support.streams import Stream, completion
 from tests.support.wait import eventually
 
@@ -39,53 +37,26 @@ HANG_S = 0.5
 BODY = completion(400, ignore_eos=True, temperature=0.9, seed=5)
 
 
-class Pair2(LocalHost):
-    """Two slots, one spare, and a zygote that can be told to fail."""
+class Pair2(SaboteurHost):
+    """Two slots and one spare."""
 
     def __init__(self, root: Path) -> None:
         model = tiny.make(CACHE / "models/belayer-tiny", CACHE / "models/SmolLM2-135M-Instruct")
         slots = demo_config(model, free_port(), slots=3, extra_slot=f"hang_limit_s = {HANG_S}")
         head, _, last = slots.rpartition('name = "slot2"')
-        self.alerts = root / "alerts.jsonl"
-        command = json.dumps(["sh", "-c", f"cat >>{self.alerts}; echo >>{self.alerts}"])
-        extra = f"[policy]\nrepeat_window_s = 0.001\nfence_deadline_s = 1.0\nalert_command = {command}\n"
-        super().__init__(root, f'{head}name = "spare0"\nspare = true{last}\n{extra}[envkeeper]\nenabled = false\n')
-
-    def start_zygote(self) -> subprocess.Popen[bytes]:
-        with self.paths.log("zygote").open("ab") as log:
-            command = [sys.executable, "-m", "tests.support.sabotage"]
-            env = {**os.environ, "BELAYER_ROOT": str(self.root)}
-            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
-
-    @contextmanager
-    def sabotage(self, what: str) -> Iterator[None]:
-        flag = self.paths.run / "sabotage"
-        flag.write_text(what)
-        try:
-            yield
-        finally:
-            flag.unlink()
-
-    def alerted(self) -> list[dict[str, Any]]:
-        text = self.alerts.read_text() if self.alerts.exists() else ""
-        return [json.loads(line) for line in text.splitlines() if line]
+        super().__init__(root, f'{head}name = "spare0"\nspare = true{last}', "fence_deadline_s = 1.0")
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[Pair2]:
     root = Path(tempfile.mkdtemp(prefix="bl-"))
     host = Pair2(root)
-    zygote = host.start_zygote()
     try:
-        eventually(lambda: host.paths.zygote_sock.exists(), within=120, what="the zygote listens", every=0.2)
-        host.start(ROLLOUT)
-        host.until_protected()
+        host.begin()
         yield host
     finally:
         groups = procs.Cgroups(procs.tag_of(host.paths.run)).base
         host.stop()
-        zygote.kill()
-        zygote.wait()
         assert groups is None or not groups.exists(), "no control group is left"
         shutil.copytree(host.paths.state / "log", LOGS, dirs_exist_ok=True)
         shutil.rmtree(root)
@@ -250,7 +221,7 @@ def test_shadows_that_failed_while_their_owner_was_away_are_started_when_it_answ
     exposed = host.until("exposed", lambda s: slot(s, "slot0").state == "exposed", 120.0)
     assert "starts in a row failed" in slot(exposed, "slot0").reason
     host.spawn("gpuowner@weights")
-    after = host.until_protected()
+    after = host.until_protected(mending=True)
     assert main_pid(host, "slot0") == main
     assert slot(after, "slot0").generation == slot(before, "slot0").generation
 

@@ -6,22 +6,28 @@ The file holds the name of a control message (``CheckOracle``) or a word; withou
 What the message does instead is what a broken device, owner or cache would make of it. Once, in whichever main comes
 first, and said by the file ``sabotage.begun``, which names its slot: ``stuck``, ``stall SECONDS`` (asleep), ``spin
 SECONDS`` (on a core), ``phase SECONDS`` (asleep, and announced, as a first shape that is compiled).
+
+``start HOW``: each worker that is forked ends before it has an engine, ``rank HOW``: its rank 1 does. HOW is one of
+``raise``, ``exit``, ``signal``, ``oom`` (the kernel ends it, for the memory that it takes).
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from belayer.clock import monotonic
-from belayer.errors import LeaseRefused, WorkerFailed
+from belayer.errors import HostUnfit, LeaseRefused, WorkerFailed
 from belayer.messages import worker as m
 from belayer.paths import Paths
 from belayerd.worker import zygote
+from tests.support import oom
 
 
 def asked(paths: Paths) -> str:
@@ -77,12 +83,38 @@ def saboteur() -> Any:
     return Saboteur
 
 
+def fails(how: str) -> None:
+    match how:
+        case "raise":
+            raise HostUnfit("no such device, on purpose\nand a second line", remedy="mend it")
+        case "exit":
+            os._exit(3)
+        case "signal":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "oom":
+            oom.run_out_of_memory()
+    raise AssertionError(f"this process goes on after {how}")
+
+
+def failing(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        kind, _, how = asked(Paths()).partition(" ")
+        if kind == what:
+            fails(how)
+        return real(*args)
+
+    return run
+
+
 def main() -> int:
     for name, value in zygote.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from belayerd.worker import main as worker
+    from belayerd.worker import rank
 
     vars(worker)["Engine"] = saboteur()
+    vars(worker)["run"] = failing("start", worker.run)
+    vars(rank)["run"] = failing("rank", rank.run)
     return zygote.main()
 
 

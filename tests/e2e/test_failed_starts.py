@@ -1,0 +1,177 @@
+"""A worker that does not come up says why: its own words, or how the kernel ended it, in status, incident and alert;
+and whoever waits for the slot is told at once.
+
+One host with one slot of two ranks serves most of it; only the last test brings its shadow back.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from belayer.clock import Stopwatch
+from belayer.daemon import OnlyOne
+from belayer.errors import WorkerFailed
+from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
+from belayer.messages.control import IncidentList, ListIncidents, SlotView
+from belayer.rpc import call_sync
+from benchmarks import tiny
+from tests.e2e.test_host import ctl, main_pid, slot
+from tests.support import oom
+from tests.support.saboteurs import SaboteurHost
+from tests.support.wait import eventually
+
+pytestmark = pytest.mark.engine
+
+CACHE = Path(__file__).parents[2] / ".cache"
+LOGS = CACHE / "logs/test_failed_starts"
+ONE = "slot0"
+PARTS = f"kv_bytes = {32 << 20}\ntensor_parallel = 2"
+OOM = pytest.param("oom", "signal 9 (SIGKILL) of|OOM killer has ended", marks=pytest.mark.skipif(
+    not oom.available(), reason="no memory control group can be made here"
+))  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[SaboteurHost]:
+    root = Path(tempfile.mkdtemp(prefix="bl-"))
+    model = tiny.make(CACHE / "models/belayer-tiny", CACHE / "models/SmolLM2-135M-Instruct")
+    text = demo_config(model, free_port(), slots=1).replace(f"kv_bytes = {128 << 20}", PARTS)
+    host = SaboteurHost(root, text, "restart_budget = 2\nrestart_backoff_s = 0.01")
+    try:
+        host.begin()
+        yield host
+    finally:
+        host.stop()
+        oom.sweep()
+        shutil.copytree(host.paths.state / "log", LOGS, dirs_exist_ok=True)
+        shutil.rmtree(root)
+
+
+def told_everywhere(host: SaboteurHost, name: str, state: str) -> str:
+    """The reason, after it was found in the status, on record, in the alert, and in the way of whoever waits."""
+
+    def given_up(row: SlotView) -> bool:
+        last = row.last_incident
+        said = (last.detail, last.outcome.partition(": ")[2]) if last else ()
+        return row.state == state and row.gave_up and row.reason in said  # the incident comes right after the state
+
+    view = slot(host.until(state, lambda s: given_up(slot(s, name)), 120.0), name)
+    rows = call_sync(host.paths.belayerd_sock, ListIncidents(), IncidentList, 10.0).incidents
+    assert next(row for row in rows if row.slot == name) == view.last_incident
+    sent = {"slot": name, "state": state, "reason": view.reason}
+    eventually(lambda: any(sent.items() <= row.items() for row in host.alerted()), within=30, what="the alert")
+    watch = Stopwatch()
+    with pytest.raises(WorkerFailed) as told:
+        host.until_protected()
+    assert f"slot {name}: {view.reason}" in told.value.message
+    assert watch.ms() < 200_000, "not at its deadline of 300 s"
+    code, _, _ = ctl(host, "status")
+    assert code == 1
+    return view.reason
+
+
+def shadow_fails(host: SaboteurHost, how: str) -> str:
+    """From protected, or from where the last one has left it: another start is asked for, and fails at once."""
+    with host.sabotage(how):
+        protected = slot(host.status(), ONE).protected
+        words = ("inject", "kill-worker", ONE, "--shadow") if protected else ("restore", ONE)
+        assert ctl(host, *words)[0] == 0
+        return told_everywhere(host, ONE, "exposed")
+
+
+def mended(host: SaboteurHost) -> None:
+    assert ctl(host, "restore", ONE)[0] == 0
+    assert slot(host.until_protected(), ONE).reason == ""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", "HostUnfit: no such device, on purpose and a second line; mend it"),
+        ("exit", "ended with status 3"),
+        ("signal", "killed by signal 11 (SIGSEGV)"),
+        OOM,
+    ],
+)
+def test_a_shadow_that_does_not_start_says_why(host: SaboteurHost, how: str, said: str) -> None:
+    reason = shadow_fails(host, f"start {how}")
+    assert "starts in a row failed, the last one: shadow did not start: " in reason, reason
+    assert any(word in reason for word in said.split("|")), reason
+    log = Path(reason.rpartition("log at ")[2])
+    assert log.parent == host.paths.state / "log"
+    assert log.exists()
+    assert how != "oom" or oom.sweep() > 0, "it ended in the group that had no memory left"
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", "shadow did not start: rank 1: HostUnfit: no such device, on purpose"),
+        ("signal", "shadow did not start: rank 1 (pid "),
+    ],
+)
+def test_a_rank_that_does_not_start_is_named(host: SaboteurHost, how: str, said: str) -> None:
+    reason = shadow_fails(host, f"rank {how}")
+    assert said in reason
+    assert how != "signal" or "killed by signal 11 (SIGSEGV)" in reason, reason
+
+
+def test_a_main_that_does_not_start_quarantines_with_its_words(host: SaboteurHost) -> None:
+    """The shadow is gone, then the main: nobody is left, and each that is started fails."""
+    shadow_fails(host, "start exit")
+    with host.sabotage("start raise"):
+        pid = main_pid(host, ONE)
+        assert ctl(host, "inject", "kill-worker", ONE)[0] == 0
+        reason = told_everywhere(host, ONE, "quarantined")
+    assert "main did not start: HostUnfit: no such device, on purpose" in reason
+    last = slot(host.status(), ONE).last_incident
+    assert last is not None
+    assert last.detail == f"pid {pid} ended (pidfd): killed by signal 9 (SIGKILL)"
+    mended(host)
+    known = {worker.worker_id for row in host.status().slots for worker in row.workers}
+    left = {path.name.split(".")[0] for path in (host.paths.run / "w").iterdir() if not path.name.startswith("zygote")}
+    assert left <= known, "nothing of those who failed is left"
+
+
+def test_a_zygote_that_does_not_start_is_told_once_with_its_words() -> None:
+    """Before it imports anything: another one seems to hold this host's lock. Then it is killed."""
+    root = Path(tempfile.mkdtemp(prefix="bl-"))
+    model = tiny.make(CACHE / "models/belayer-tiny", CACHE / "models/SmolLM2-135M-Instruct")
+    host = SaboteurHost(root, demo_config(model, free_port(), slots=1))
+    try:
+        lock = OnlyOne(host.paths.run, "zygote")
+        host.start(ROLLOUT)
+        with pytest.raises(WorkerFailed, match="the zygote did not start: HostUnfit: zygote already runs below"):
+            host.until_protected()
+        status = host.status()
+        assert f"log at {host.paths.log('zygote')}" in status.zygote
+        alert = eventually(host.alerted, within=10, what="the alert")
+        assert [(row["state"], row["reason"]) for row in alert] == [("zygote", status.zygote)]
+        del lock
+    finally:
+        host.stop()
+        shutil.rmtree(root)
+
+
+def test_a_zygote_that_is_killed_while_it_imports_is_told_by_its_signal() -> None:
+    root = Path(tempfile.mkdtemp(prefix="bl-"))
+    model = tiny.make(CACHE / "models/belayer-tiny", CACHE / "models/SmolLM2-135M-Instruct")
+    host = LocalHost(root, demo_config(model, free_port(), slots=1))
+    try:
+        host.start(ROLLOUT)
+        lock = host.paths.run / "zygote.lock"
+        pid = int(eventually(lambda: lock.exists() and lock.read_text(), within=120, what="a zygote on its way"))
+        os.kill(pid, signal.SIGKILL)
+        status = host.until("the failure", lambda s: "did not start" in s.zygote, 60.0)
+        assert "killed by signal 9 (SIGKILL)" in status.zygote
+        assert not status.zygote_failed, "once may be chance"
+    finally:
+        host.stop()
+        shutil.rmtree(root)
