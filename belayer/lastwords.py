@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _LONGEST = 400  # characters: an alert and a line of a status hold it
-_VMSTAT = Path("/proc/vmstat")
+_VMSTAT, _KMSG = Path("/proc/vmstat"), Path("/dev/kmsg")
 
 
 def words_of(why: BaseException) -> str:
@@ -64,19 +64,42 @@ def _count(path: Path) -> int:
     return next((int(row.split()[1]) for row in rows if row.startswith("oom_kill ")), 0)
 
 
-def how(code: int, before: Kills, after: Kills) -> str:
+def how(code: int, pid: int, before: Kills, after: Kills) -> str:
     """``code``: as os.waitstatus_to_exitcode gives it. ``before``, ``after``: counts at its start and at its end."""
     if code >= 0:
         return f"ended with status {code}"
     said = f"killed by signal {-code} ({signal_name(-code)})"
-    if -code != signal.SIGKILL:
+    if -code != signal.SIGKILL or after.host == before.host:
         return said
     if after.group > before.group:
         return f"{said} of the kernel's OOM killer: its control group had no memory left"
-    if after.host > before.host:
+    named = _named_by_kernel(pid)
+    if named is None:
         count = after.host - before.host
         return f"{said}; out of memory? the kernel's OOM killer has ended {count} process(es) here since it was started"
-    return said
+    return f"{said} of the kernel's OOM killer: no memory was left for it" if named else said
+
+
+def _named_by_kernel(pid: int) -> bool | None:
+    """Whether the kernel's log names this process as one that the OOM killer has ended. None: it may not be read."""
+    try:
+        fd = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    word = f"illed process {pid} (".encode()
+    try:
+        while True:
+            try:
+                if word in os.read(fd, 8192):  # one record
+                    return True
+            except BrokenPipeError:  # that record was overwritten meanwhile
+                continue
+            except BlockingIOError:
+                return False
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
 
 
 def signal_name(number: int) -> str:

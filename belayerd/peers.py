@@ -103,7 +103,7 @@ class Zygote:
         code = child.poll()
         self._failures += 1
         self.hopeless = code == EXIT_CONFIG or self._failures >= _HOPELESS
-        how = f"no answer in {waited:.0f} s" if code is None else lastwords.how(code, kills, lastwords.oom_kills(""))
+        how = f"no answer in {waited:.0f} s" if code is None else lastwords.how(code, child.pid, kills, lastwords.oom_kills(""))
         raise DaemonUnreachable(
             f"the zygote did not start: {lastwords.read(words) or how}; log at {self._paths.log('zygote')}"
         )

@@ -149,7 +149,7 @@ def _end_with(pids: Sequence[int], said: Said) -> None:
     rank = _watched.index(fd) + 1
     pid = pids[rank - 1]
     _, status = os.waitpid(pid, 0)
-    how = lastwords.how(os.waitstatus_to_exitcode(status), before, lastwords.oom_kills(own))
+    how = lastwords.how(os.waitstatus_to_exitcode(status), pid, before, lastwords.oom_kills(own))
     logger.error("rank_gone", rank=rank, pid=pid, how=how, then="this worker ends: its ranks are one")
     said(f"rank {rank} (pid {pid}) {how}")
     sys.stderr.flush()

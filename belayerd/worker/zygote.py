@@ -186,7 +186,7 @@ class Zygote:
         os.close(pidfd)
         _, status = os.waitpid(child.pid, 0)
         code = os.waitstatus_to_exitcode(status)
-        self._ends[child.worker_id] = lastwords.how(code, child.kills, lastwords.oom_kills(child.cgroup))
+        self._ends[child.worker_id] = lastwords.how(code, child.pid, child.kills, lastwords.oom_kills(child.cgroup))
         if len(self._ends) > _ENDS:
             del self._ends[next(iter(self._ends))]
         self._log.info("ended", worker=child.worker_id, pid=child.pid, status=code, how=self._ends[child.worker_id])
