@@ -103,10 +103,12 @@ class Zygote:
         code = child.poll()
         self._failures += 1
         self.hopeless = code == EXIT_CONFIG or self._failures >= _HOPELESS
-        how = f"no answer in {waited:.0f} s" if code is None else lastwords.how(code, child.pid, kills, lastwords.oom_kills(""))
-        raise DaemonUnreachable(
-            f"the zygote did not start: {lastwords.read(words) or how}; log at {self._paths.log('zygote')}"
-        )
+        said = lastwords.read(words)
+        if not said and code is None:
+            said = f"no answer in {waited:.0f} s"
+        elif code is not None:
+            said = said or lastwords.how(code, child.pid, kills, lastwords.oom_kills(""))
+        raise DaemonUnreachable(f"the zygote did not start: {said}; log at {self._paths.log('zygote')}")
 
     async def _death(self, pid: int) -> None:
         try:

@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def host() -> Iterator[SaboteurHost]:
     root = Path(tempfile.mkdtemp(prefix="bl-"))
     model = tiny.make(CACHE / "models/belayer-tiny", CACHE / "models/SmolLM2-135M-Instruct")
     text = demo_config(model, free_port(), slots=1).replace(f"kv_bytes = {128 << 20}", PARTS)
+    text = text.replace('dtype = "float32"', 'dtype = "float32"\nupdate = "in_place"')  # its memory is not sealed
     host = SaboteurHost(root, text, "restart_budget = 2\nrestart_backoff_s = 0.01")
     try:
         host.begin()
@@ -121,6 +123,36 @@ def test_a_rank_that_does_not_start_is_named(host: SaboteurHost, how: str, said:
     reason = shadow_fails(host, f"rank {how}")
     assert said in reason
     assert how != "signal" or "killed by signal 11 (SIGSEGV)" in reason, reason
+
+
+@contextmanager
+def wrong_byte(host: SaboteurHost, rank: int) -> Iterator[None]:
+    """The lowest bit of the last weight of a rank's part is another one in the owner's memory."""
+    owner = Path(f"/proc/{host.pid('gpuowner@weights')}/fd")
+    door = next(fd for fd in owner.iterdir() if os.readlink(fd).startswith(f"/memfd:belayer-weights-smollm2-{rank}"))
+    door.chmod(0o600)
+    fd = os.open(door, os.O_RDWR)
+    try:
+        at = os.fstat(fd).st_size - 4
+        good = os.pread(fd, 1, at)
+        os.pwrite(fd, bytes([good[0] ^ 1]), at)
+        assert os.pread(fd, 1, at) != good
+        yield
+        os.pwrite(fd, good, at)
+    finally:
+        door.chmod(0o400)
+        os.close(fd)
+
+
+@pytest.mark.parametrize(("rank", "who"), [(0, ""), (1, "rank 1: ")])
+def test_a_wrong_byte_is_found_beside_the_build_of_the_engine(host: SaboteurHost, rank: int, who: str) -> None:
+    """R4: hashing overlaps with the build (ADR 0019), and a shadow of other bytes is never ready; no token of the bit
+    is computed, by any rank. The one before it was whole, and so is the one after it."""
+    with wrong_byte(host, rank):
+        reason = shadow_fails(host, "")
+        assert f"shadow did not start: {who}WeightsBroken: weights of smollm2 v1: chunk 0 differs" in reason
+        assert not slot(host.status(), ONE).protected
+    mended(host)
 
 
 def test_a_main_that_does_not_start_quarantines_with_its_words(host: SaboteurHost) -> None:
