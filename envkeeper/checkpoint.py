@@ -9,7 +9,6 @@ flight and no connection of ours is open until the thaw: the caller holds the sa
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import os
 import secrets
@@ -24,7 +23,7 @@ from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused
 from envkeeper import freezer, mounts, peers, preflight, remains, remaps, upper, watches
 from envkeeper.agentlink import AgentLink
 from envkeeper.criu import DumpCut, Dumper, DumpHung, DumpPlan, kill_pending
-from envkeeper.disk import sync_filesystem
+from envkeeper.disk import FULL, sync_filesystem
 from envkeeper.engine import BOUND, Life
 from envkeeper.failpoints import Point, reach
 from envkeeper.recipe import Recipe
@@ -289,5 +288,5 @@ def _nothing_left(subject: Subject, store: Store, folder: Path) -> Iterator[Path
         raise CheckpointIncomplete(
             f"checkpoint at boundary {subject.boundary} of {subject.sandbox_id}: {why}",
             kept="the sandbox runs on and the previous checkpoint stays READY",
-            remedy="free disk space below the checkpoint folder" if why.errno == errno.ENOSPC else "",
+            remedy="free disk space below the checkpoint folder" if why.errno in FULL else "",
         ) from why

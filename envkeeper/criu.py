@@ -33,6 +33,7 @@ from typing import Protocol
 from belayer.clock import monotonic
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, HostUnfit, SandboxLost
 from envkeeper import pbuf, reasons
+from envkeeper.disk import FULL, is_full
 
 OLDEST = (4, 2)  # 4.1 fails on any inet socket on kernels >= 6.16, although its own check passes
 
@@ -237,8 +238,7 @@ def _why_failed(plan: DumpPlan, said: str) -> BelayerError:
     if kill_pending(plan.pid):  # its complaint is then about a process that goes away under its hands
         return SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
     why = first_error(plan.images) or ": " + (said or "no reason given")
-    free = os.statvfs(plan.images)
-    if "No space left" in why or free.f_bavail * free.f_frsize < 1 << 20:
+    if any(os.strerror(code) in why for code in FULL) or is_full(plan.images):
         return CheckpointIncomplete(
             f"no space left for the dump{why}", kept=_KEPT, remedy="free disk space below the checkpoint folder"
         )

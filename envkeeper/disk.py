@@ -8,12 +8,15 @@ import ctypes
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from belayer import statefile
 from belayer.errors import Refused
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # of the disk, or of what its operator gave us of it
 
 
 class Disk:
@@ -85,9 +88,20 @@ def room(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as why:
-        if why.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if why.errno not in FULL:
             raise
         raise Refused(f"{what} could not be written: {why.strerror}", remedy="free disk space below the root") from why
+
+
+def is_full(folder: Path) -> bool:
+    """Not even a MiB can be written below ``folder``. Tried, because a quota is in no figure of the file system."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            return file.write(bytes(1 << 20)) < 1 << 20
+    except OSError as why:
+        if why.errno not in FULL:
+            raise
+        return True
 
 
 def sync_filesystem(path: Path) -> None:

@@ -29,6 +29,7 @@ from belayer.statefile import write_bytes
 from envkeeper import marks
 from envkeeper.checkpoint import CRIU_FOLDER
 from envkeeper.criu import DumpCut, DumpHung, DumpPlan, Moment, first_error, kill_pending
+from envkeeper.disk import FULL
 from envkeeper.docker_port import DockerPort, EngineAway, EngineFault
 from envkeeper.failpoints import Point, reach
 from envkeeper.store import Manifest
@@ -170,7 +171,7 @@ class ApiDumper:
             return SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
         log = re.search(r"log file: (\S+)", said)
         why = said.splitlines()[0][:300] + (first_error(Path(log[1]).parent, Path(log[1]).name) if log else "")
-        if "no space left" in said.lower():
+        if any(os.strerror(code).lower() in said.lower() for code in FULL):
             return CheckpointIncomplete(f"no space left for the dump: {why}", kept=_KEPT, remedy="free disk space")
         if "EOF" in said or "signal: killed" in said or "swrk" in said:
             moment.cut()

@@ -7,7 +7,6 @@ sandbox exists, which life it is in, that it is lost or destroyed) is written wi
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import msgspec
 
 from belayer import statefile
 from envkeeper.core import State
+from envkeeper.disk import FULL
 from envkeeper.recipe import Recipe
 
 RESERVE, _SLICE = 4 << 20, 64 << 10
@@ -57,7 +57,7 @@ class Records:
             try:
                 statefile.save(path, record, durable=durable)
             except OSError as why:
-                if why.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._give_up_a_slice():
+                if why.errno not in FULL or not self._give_up_a_slice():
                     raise
             else:
                 break

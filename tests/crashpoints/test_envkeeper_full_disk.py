@@ -4,6 +4,7 @@ old or the new one, the sandbox goes on or is lost and comes back once there is 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -16,6 +17,7 @@ import pytest
 
 from belayer.errors import BelayerError
 from belayer.messages.sandbox import CheckpointInfo, ExecAction, FullCheckpoint, FullRestore, Observation, RestoreInfo
+from belayer.paths import Paths
 from belayer.sandbox import Sandbox
 from envkeeper.failpoints import Point
 from envkeeper.store import Store
@@ -39,8 +41,10 @@ RESTORE = [
 
 
 class Scene:
-    def __init__(self, root: Path, host: EnvHost, points: Failpoints) -> None:
-        self.root, self.host, self.points = root, host, points
+    """``disk``: a folder of the file system that fills up; ``words``: of the fault that it then is."""
+
+    def __init__(self, root: Path, host: EnvHost, points: Failpoints, disk: Path, words: str) -> None:
+        self.root, self.host, self.points, self.disk, self.words = root, host, points, disk, words
         self.box = host.create(name="box")
         self.box.exec("X=1; head -c 2000000 /dev/urandom > /data; sha256sum /data > /sum")
         self.box.checkpoint()
@@ -48,16 +52,16 @@ class Scene:
     @contextmanager
     def full(self) -> Iterator[None]:
         """Not a byte is left."""
-        balloon = self.root / "balloon"
+        balloon = self.disk / ".balloon"
         with balloon.open("wb") as file:
             for size in (1 << 20, 4096):
-                with pytest.raises(OSError, match="No space left"):
+                with pytest.raises(OSError, match=self.words):
                     _write_for_ever(file.fileno(), bytes(size))
-        assert os.statvfs(self.root).f_bavail == 0
         try:
             yield
         finally:
             balloon.unlink()
+            os.sync()  # until then some file systems count it
 
     def ready(self) -> str:
         pointer = Store(self.host.paths.checkpoints, "box").ready()
@@ -78,6 +82,10 @@ class Scene:
         self.points.clear()
         assert self.host.process.poll() is None, (self.root / "envkeeper.log").read_text()[-2000:]
         return asking
+
+    def named(self, asking: Asking) -> None:
+        assert isinstance(asking.failed, BelayerError)
+        assert self.words in str(asking.failed) or "no space left" in str(asking.failed), asking.failed
 
     def recover(self) -> None:
         """With room again: alive or restored, and another checkpoint is made."""
@@ -100,55 +108,106 @@ def _write_for_ever(fd: int, data: bytes) -> None:
         os.write(fd, data)
 
 
+@contextmanager
+def playing(root: Path, disk: Path, words: str) -> Iterator[Scene]:
+    points = Failpoints(root / "points")
+    host = EnvHost.start(root, "keep_checkpoints = 2\n", env=points.env)
+    try:
+        found = Scene(root, host, points, disk, words)
+        yield found
+        found.box.close()
+    finally:
+        host.stop()
+
+
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
     with tempfile.TemporaryDirectory(prefix="bl-") as folder:
         root = Path(folder) / "full"
         root.mkdir()
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "belayer-test", root], check=True)
+        (root / "envkeeper.log").symlink_to(Path(folder) / "log")  # a daemon's log goes to journald, not here
         try:
-            (root / "envkeeper.log").symlink_to(Path(folder) / "log")  # a daemon's log goes to journald, not here
-            points = Failpoints(root / "points")
-            host = EnvHost.start(root, "keep_checkpoints = 2\n", env=points.env)
-            try:
-                found = Scene(root, host, points)
+            with playing(root, root, "No space left") as found:
                 yield found
-                found.box.close()
-            finally:
-                host.stop()
         finally:
             subprocess.run(["umount", "-l", root], check=True)
 
 
-@pytest.mark.parametrize("point", CHECKPOINT)
-def test_in_a_checkpoint(scene: Scene, point: Point) -> None:
+@pytest.fixture(scope="module")
+def quota() -> Iterator[Scene]:
+    """Checkpoints lie where there is room, and no more of it is ours (EDQUOT). Of the quotas of file systems this is
+    the one that kernels without CONFIG_QFMT_V2 have."""
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        image, top, root = (Path(folder) / name for name in ("disk", "top", "root"))
+        top.mkdir()
+        root.mkdir()
+        store = Paths(root).make().checkpoints
+        store.mkdir(mode=0o700, exist_ok=True)
+        with image.open("wb") as file:
+            file.truncate(600 << 20)
+        subprocess.run(["mkfs.btrfs", "-q", image], check=True)
+        subprocess.run(["mount", "-o", "loop", image, top], check=True)
+        try:
+            for words in (f"quota enable {top}", f"subvolume create {top}/ours", f"qgroup limit 64M {top}/ours"):
+                subprocess.run(["btrfs", *words.split()], check=True, capture_output=True)
+            (top / "ours").chmod(0o700)
+            subprocess.run(["mount", "--bind", top / "ours", store], check=True)
+            try:
+                with playing(root, store, "Disk quota exceeded") as found:
+                    yield found
+            finally:
+                subprocess.run(["umount", "-l", store], check=True)
+        finally:
+            subprocess.run(["umount", "-l", top], check=True)
+
+
+def in_a_checkpoint(scene: Scene, point: Point) -> None:
     before, box = scene.ready(), scene.box
     ask = FullCheckpoint(sandbox_id="box", incarnation=box.incarnation, boundary=box.boundary, context_digest="L")
     asking = scene.ask(point, ask, CheckpointInfo)
     assert scene.state() == "running"
     if asking.answer is None:
-        assert isinstance(asking.failed, BelayerError)
-        assert "pace" in str(asking.failed), asking.failed
+        scene.named(asking)
         assert scene.ready() == before
     else:
         assert scene.ready() != before, "nothing was left to write"
     scene.recover()
 
 
-@pytest.mark.parametrize("point", RESTORE)
-def test_in_a_restore(scene: Scene, point: Point) -> None:
+def in_a_restore(scene: Scene, point: Point) -> None:
     before = scene.ready()
     assert "dead" in scene.box.kill().seen
     eventually(lambda: scene.state() == "lost", what="the death is seen")
     asking = scene.ask(point, FullRestore(sandbox_id="box"), RestoreInfo)
     if asking.answer is None:
-        assert isinstance(asking.failed, BelayerError)
-        assert "pace" in str(asking.failed), asking.failed
+        scene.named(asking)
         assert scene.state() == "lost"
     else:
         assert scene.state() == "running"
     assert scene.ready() == before
     scene.recover()
+
+
+@pytest.mark.parametrize("point", CHECKPOINT)
+def test_in_a_checkpoint(scene: Scene, point: Point) -> None:
+    in_a_checkpoint(scene, point)
+
+
+@pytest.mark.parametrize("point", RESTORE)
+def test_in_a_restore(scene: Scene, point: Point) -> None:
+    in_a_restore(scene, point)
+
+
+@pytest.mark.skipif(shutil.which("mkfs.btrfs") is None, reason="no mkfs.btrfs (package btrfs-progs)")
+@pytest.mark.parametrize("point", [Point.CAPTURE_FROZEN, Point.CAPTURE_COPIED, Point.PUBLISH_HASHED])
+def test_a_quota_is_met_in_a_checkpoint(quota: Scene, point: Point) -> None:
+    in_a_checkpoint(quota, point)
+
+
+@pytest.mark.skipif(shutil.which("mkfs.btrfs") is None, reason="no mkfs.btrfs (package btrfs-progs)")
+def test_a_quota_is_met_in_a_restore(quota: Scene) -> None:
+    in_a_restore(quota, Point.RESTORE_CLAIMED)
 
 
 def test_an_action_is_recorded_from_the_reserve(scene: Scene) -> None:
