@@ -19,8 +19,9 @@ import pytest
 
 from belayer.errors import BelayerError, ErrorCode, SandboxLost
 from belayer.sandbox import Sandbox
+from envkeeper import marks
 from envkeeper.host import owner_of
-from tests.support.docker_proxy import DockerProxy, Wrong
+from tests.support.docker_proxy import DockerProxy, Wrong, answer
 from tests.support.envhost import EnvHost
 from tests.support.wait import eventually
 
@@ -250,6 +251,59 @@ def test_docker_that_is_started_again_between_two_requests_is_not_noticed(
     other = host.create()
     other.destroy()
     assert box.exec("echo here").stdout == "here\n"
+
+
+GONE = answer("404 Not Found", b'{"message": "No such container: on purpose"}')
+BUSY = answer("409 Conflict", b'{"message": "removal of container on purpose is already in progress"}')
+DIED = answer("500 Internal Server Error", b'{"message": "Container on purpose is not running"}')
+
+
+@pytest.mark.parametrize(("said", "times"), [(GONE, 1), (BUSY, 1), (DIED, 4)], ids=["gone", "busy", "died"])
+def test_a_container_that_goes_by_itself_while_it_is_removed(
+    host: EnvHost, proxy: DockerProxy, box: Sandbox, said: bytes, times: int
+) -> None:
+    """Docker's three words for it: no such container, somebody else removes it, it died under Docker's own hands."""
+    left = [said] * times
+
+    def before(line: str) -> bytes | None:
+        return left.pop() if left and line.startswith("DELETE") else None
+
+    proxy.before = before
+    try:
+        box.destroy()
+    finally:
+        proxy.before = lambda _line: None
+    assert left == [], "each was said"
+    assert box.sandbox_id not in host.listed()
+
+
+def test_a_container_that_vanishes_between_look_and_removal(host: EnvHost, proxy: DockerProxy, box: Sandbox) -> None:
+    """Somebody else removes it in that very moment, for real: in a restore, and in a destroy."""
+    box.exec("X=1")
+    box.checkpoint()
+    client, seen = docker.APIClient("unix:///var/run/docker.sock"), list[str]()
+
+    def before(line: str) -> None:
+        if line.startswith("DELETE"):
+            name = line.split("/containers/")[1].split("?")[0].split()[0]
+            client.remove_container(name, force=True, v=True)
+            seen.append(name)
+
+    proxy.before = before
+    try:
+        lose(host, box)
+        old = host.info(box.sandbox_id).container_id
+        box.restore()
+        assert box.exec("echo $X").stdout == "1\n"
+        eventually(lambda: old in seen, what="the container of the old life was removed before us")
+        (new,) = running(host, box.sandbox_id)
+        box.destroy()
+        assert {old, new} <= set(seen)
+    finally:
+        proxy.before = lambda _line: None
+        client.close()
+    assert running(host, box.sandbox_id) == []
+    assert [path for path in marks.CLAIMS.iterdir() if path.name.startswith(tuple(seen))] == []
 
 
 def test_what_docker_was_left_with_is_removed_without_another_start(host: EnvHost) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -30,7 +31,7 @@ class Wrong(StrEnum):
 _BEFORE = (Wrong.CUT, Wrong.REFUSE, Wrong.BARE, Wrong.AWAY)
 
 
-def _answer(status: str, body: bytes, more: int = 0) -> bytes:
+def answer(status: str, body: bytes, more: int = 0) -> bytes:
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body) + more}\r\n\r\n"
     return head.encode() + body
 
@@ -39,12 +40,12 @@ _SAYS = {
     Wrong.CUT: b"",
     Wrong.AWAY: b"",
     Wrong.CUT_ANSWER: b"",
-    Wrong.REFUSE: _answer("500 Internal Server Error", b'{"message": "on purpose"}'),
-    Wrong.BARE: _answer("500 Internal Server Error", b'["on purpose"]'),
-    Wrong.HALF_ANSWER: _answer("200 OK", b'{"Id": "', more=100),
+    Wrong.REFUSE: answer("500 Internal Server Error", b'{"message": "on purpose"}'),
+    Wrong.BARE: answer("500 Internal Server Error", b'["on purpose"]'),
+    Wrong.HALF_ANSWER: answer("200 OK", b'{"Id": "', more=100),
     Wrong.NOISE: b"\x00\xff noise on purpose\r\n\r\n",
-    Wrong.NO_JSON: _answer("200 OK", b"on purpose \xff\xfe"),
-    Wrong.WRONG_JSON: _answer("200 OK", b'["on purpose"]'),
+    Wrong.NO_JSON: answer("200 OK", b"on purpose \xff\xfe"),
+    Wrong.WRONG_JSON: answer("200 OK", b'["on purpose"]'),
 }
 
 
@@ -55,6 +56,8 @@ class DockerProxy:
         self.path, self._real = path, real
         self.seen: list[str] = []  # "GET /v1.41/..." since the last arm
         self.hit = ""  # the request that was done wrong
+        # Called with each request before it is passed on; what it returns is the answer in place of Docker's.
+        self.before: Callable[[str], bytes | None] = lambda _line: None
         self._at, self._wrong, self._lock = 0, Wrong.CUT, threading.Lock()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -112,6 +115,10 @@ class DockerProxy:
         """One request and its answer; False when the connection is over."""
         line, request, _ = client.message()
         wrong = self._judge(line)
+        said = self.before(line)
+        if said is not None:
+            client.sock.sendall(said)
+            return True
         if wrong not in _BEFORE:
             docker.sock.sendall(request)
             _, answer, last = docker.message()
