@@ -16,9 +16,6 @@ from belayer.errors import (
     Fenced,
     HandoverFailed,
     LeaseRefused,
-    OwnerGone,
-    WeightsBroken,
-    WeightsTorn,
     WorkerGone,
 )
 from belayer.messages.common import Done
@@ -46,6 +43,7 @@ from belayer.messages.worker import (
 from belayer.paths import Paths
 from belayer.procs import Cgroups, kill_tree
 from belayer.rpc import Client
+from belayerd import weights_gate
 from belayerd.gate import CPU, HealthGate
 from belayerd.handover import BY_ACTION, Action
 from belayerd.links import OwnerLink, WorkerLink, how_ended
@@ -169,24 +167,15 @@ class Actions:
     async def _owners(self, target: Target) -> Performed:
         assert target.link is not None
         weights, kv = await asyncio.gather(self.weights.status(), self.kv.status())
-        info = next((row for row in weights.weights if row.model == target.model), None)
-        if info is None:
-            raise OwnerGone(f"the weights owner (pid {weights.pid}) does not hold {target.model}")
-        if target.model in self.held or (info.state != "sealed" and not info.staging):
-            # Being written in place, or torn: the next sealed version is waited for; requests wait within their bound.
-            raise WeightsTorn(
-                f"an update of {target.model} is open ({info.state})", remedy="end the update, or publish again"
-            )
+        parts = weights_gate.parts_of(target.model, weights)
+        weights_gate.settled_or_refuse(parts, held=target.model in self.held)
+        info = parts[0]
         worker = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
         if worker.weight_version < info.version:
             # An update was committed while this one was a shadow: it follows now, and its oracle counts for all later.
             await target.link.call(FollowWeights(version=info.version), OracleReply, self._follow_s)
             worker = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
-        if worker.weights_digest != info.digest or worker.weight_version != info.version:
-            raise WeightsBroken(
-                f"{worker.worker_id} maps version {worker.weight_version} ({worker.weights_digest[:12]}), "
-                f"the owner holds {info.version} ({info.digest[:12]})"
-            )
+        weights_gate.same_or_refuse(parts, worker)
         said = f"weights pid {weights.pid} v{info.version} {info.digest[:12]}, kv pid {kv.pid}"
         # Also when it followed in an attempt whose end nobody heard: an older oracle must not be asked for again.
         return Performed(said, worker.oracle)

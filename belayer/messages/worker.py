@@ -57,6 +57,8 @@ class WorkerStatus(Message, frozen=True, kw_only=True, tag=True):
 
 
 class WorkerStatusReply(Message, frozen=True, kw_only=True, tag=True):
+    """``weights_digest``: of rank 0's part; ``rank_digests``: of the parts of ranks 1 and up."""
+
     worker_id: str
     slot: str
     pid: int
@@ -65,6 +67,7 @@ class WorkerStatusReply(Message, frozen=True, kw_only=True, tag=True):
     epoch: int = -1
     weight_version: int = 0
     weights_digest: str = ""
+    rank_digests: tuple[str, ...] = ()
     oracle: Oracle | None = None
     failure: str = ""
     running: int = 0

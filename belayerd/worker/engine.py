@@ -28,6 +28,7 @@ from belayer.rpc import to_reply
 from belayerd.worker.adapter.core import Core
 from belayerd.worker.adapter.device import CpuDevice, Device
 from belayerd.worker.adapter.reuse import Reuse
+from belayerd.worker.adapter.seat import seat
 from belayerd.worker.following import Following
 from belayerd.worker.fronts import Fronts
 from belayerd.worker.heart import EVERY_S, Heart
@@ -281,6 +282,7 @@ class Engine:
             epoch=self._arena.epoch,
             weight_version=self._weights.grant.version,
             weights_digest=self._weights.grant.digest,
+            rank_digests=seat().rank_digests,
             oracle=standing.oracle,
             failure=standing.failure,
             running=running,

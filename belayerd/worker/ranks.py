@@ -41,10 +41,38 @@ class RankGone(WorkerFailed):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """Leader to rank: do ``method``. ``args``: MessagePack."""
+    """Leader to rank: do ``method``. ``args``: MessagePack. ``serial``: counts the calls."""
 
     method: str
     args: bytes = b""
+    serial: int = 0
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's, to the call ``serial``: digest of what it heard, digest of what it found, its own part of the weights.
+
+    The tokens alone would not show a rank with other weights or another step: the ranks add up their parts, and all of
+    them see the same wrong sum."""
+
+    serial: int
+    heard: bytes
+    found: bytes
+    version: int
+    weights: str
+
+
+def apart(mine: Answer, answer: Answer) -> str:
+    """Why a rank is not in step with the leader, or "". ``mine``: what its answer has to be."""
+    if answer.serial != mine.serial:
+        return f"it is at call {answer.serial}, the leader at {mine.serial}"
+    if answer.heard != mine.heard:
+        return "it heard another step than the leader said"
+    if (answer.version, answer.weights) != (mine.version, mine.weights):
+        return (
+            f"it computes with weights v{answer.version} {answer.weights[:12]}, "
+            f"the group has v{mine.version} {mine.weights[:12]}"
+        )
+    return "" if answer.found == mine.found else "it found something else"
 
 
 class Line:

@@ -18,13 +18,14 @@ import pytest
 
 from belayer import procs
 from belayer.errors import Refused
-from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
+from belayer.localhost import LocalHost, demo_config, free_port
 from belayer.messages import owner as o
 from belayer.messages.control import SlotView
 from belayer.seqpacket import SeqClient
 from benchmarks import tiny
 from gpuowner.publish import publishing
-from tests.e2e.test_host import facts, slot
+from tests.e2e.test_host import ctl, facts, slot
+from tests.support.saboteurs import SaboteurHost
 from tests.support.streams import Stream, completion
 from tests.support.wait import eventually
 
@@ -34,7 +35,6 @@ CACHE = Path(__file__).parents[2] / ".cache"
 LOGS = CACHE / "logs/test_tensor_parallel"
 HANG_S = 1.5
 SLOT = f"tensor_parallel = 2\nhang_limit_s = {HANG_S}\nkv_bytes = {32 << 20}\nmax_model_len = 512\n"
-EXTRA = "[policy]\nrepeat_window_s = 0.001\n[envkeeper]\nenabled = false\n"
 TOKENS = 120
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": completion(TOKENS, ignore_eos=True),
@@ -43,14 +43,13 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def host() -> Iterator[LocalHost]:
+def host() -> Iterator[SaboteurHost]:
     root = Path(tempfile.mkdtemp(prefix="bl-"))
     model = tiny.make(CACHE / "models/belayer-tiny", CACHE / "models/SmolLM2-135M-Instruct")
-    text = demo_config(model, free_port(), slots=1, extra_slot="@", extra=EXTRA)
-    host = LocalHost(root, text.replace(f"kv_bytes = {128 << 20}\nmax_model_len = 2048\n@", SLOT))
+    text = demo_config(model, free_port(), slots=1, extra_slot="@")
+    host = SaboteurHost(root, text.replace(f"kv_bytes = {128 << 20}\nmax_model_len = 2048\n@", SLOT))
     try:
-        host.start(ROLLOUT)
-        host.until_protected()
+        host.begin()
         yield host
     finally:
         host.stop()
@@ -173,6 +172,66 @@ def test_a_shadow_whose_rank_stands_still_while_idle_is_replaced(host: LocalHost
     assert slot(host.status(), "slot0").generation == before.generation
     assert all(procs.state(one) in ("", "Z") for one in group)
     assert facts(stream(host, "seeded").result()) == truth["seeded"]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("again", "it is at call "),
+        ("step", "it heard another step than the leader said"),
+        ("weights", "it computes with weights v9"),
+    ],
+)
+def test_ranks_that_come_apart_are_a_failure_of_the_group(
+    host: SaboteurHost, truth: dict[str, Any], how: str, said: str
+) -> None:
+    """Each of them computes on and would give plausible tokens: what the ranks add up is the same wrong sum on all."""
+    before = slot(host.until_protected(), "slot0")
+    streams = {name: stream(host, name) for name in BODIES}
+    eventually(lambda: all(len(one.seen.token_ids) >= 8 for one in streams.values()), within=60, what="tokens")
+    with host.sabotage(f"apart {how}"):
+        eventually((host.paths.run / "sabotage.begun").exists, within=60, what="the rank goes its own way")
+        host.until("the handover", lambda s: slot(s, "slot0").generation > before.generation, 120.0)
+    (host.paths.run / "sabotage.begun").unlink()
+    assert {name: facts(one.result(120)) for name, one in streams.items()} == truth
+
+    def told() -> bool:
+        last = slot(host.status(), "slot0").last_incident
+        return last is not None and "have come apart in execute_model: " + said in last.detail
+
+    eventually(told, within=30, what="the incident says how")
+    assert slot(host.until_protected(), "slot0").generation == before.generation + 1
+
+
+@pytest.mark.parametrize(("fault", "said"), [("rank digest", "owners failed"), ("CheckOracle", "oracle failed")])
+def test_a_group_that_fails_a_gate_never_serves(
+    host: SaboteurHost, truth: dict[str, Any], fault: str, said: str
+) -> None:
+    """R5: also for the part of a rank whose leader is in order; both arenas stay shut, both processes end."""
+    before = slot(host.until_protected(), "slot0")
+    shadow, pid = leader(before, "shadow")
+    group = group_of(host, shadow, pid)
+    assert len(group) >= 2
+    with host.sabotage(fault):
+        send(leader(before)[1], signal.SIGKILL)
+        ended = host.until("quarantine", lambda s: slot(s, "slot0").state == "quarantined", 60.0)
+    reason = slot(ended, "slot0").reason
+    assert reason.startswith(said), reason
+    assert fault != "rank digest" or "(rank 1) maps version 1 (000000000000)" in reason
+    eventually(lambda: all(procs.state(one) in ("", "Z") for one in group), within=30, what="both processes are dead")
+    eventually(lambda: [row.state for row in arenas(host)] == ["quarantined"] * 2, within=30, what="both arenas")
+    assert ctl(host, "restore", "slot0")[0] == 0
+    host.until_protected()
+    assert facts(stream(host, "greedy").result(120)) == truth["greedy"]
+
+
+def test_the_ranks_are_shown(host: LocalHost) -> None:
+    view = slot(host.until_protected(), "slot0")
+    for worker in view.workers:
+        assert [(row.rank, row.pid) for row in worker.ranks] == [(1, rank_of(worker.pid))]
+        assert worker.ranks[0].rss_mb > 1
+    code, shown, _ = ctl(host, "status")
+    assert (code, len(shown["host"]["slots"][0]["workers"][0]["ranks"])) == (0, 1)
 
 
 def test_an_update_of_weights_in_parts_is_refused_and_changes_nothing(host: LocalHost, truth: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ What the message does instead is what a broken device, owner or cache would make
 first, and said by the file ``sabotage.begun``, which names its slot: ``stuck``, ``stall SECONDS`` (asleep), ``spin
 SECONDS`` (on a core), ``phase SECONDS`` (asleep, and announced, as a first shape that is compiled).
 
+``rank digest``: a worker says another digest of its rank's weights. ``apart HOW``: see ``drifting``.
+
 ``start HOW``: each worker that is forked ends before it has an engine, ``rank HOW``: its rank 1 does. HOW is one of
 ``raise``, ``exit``, ``signal``, ``oom`` (the kernel ends it, for the memory that it takes).
 """
@@ -41,6 +43,8 @@ def saboteur() -> Any:
 
     class Saboteur(Engine):
         def _handle(self, message: Any) -> Any:
+            if asked(Paths()) == "rank digest" and isinstance(message, m.WorkerStatus):
+                return msgspec.structs.replace(super()._handle(message), rank_digests=("0" * 64,))
             if asked(Paths()) != type(message).__name__:
                 return super()._handle(message)
             match message:
@@ -90,7 +94,7 @@ def fails(how: str) -> None:
         case "exit":
             os._exit(3)
         case "signal":
-            os.kill(os.getpid(), signal.SIGSEGV)
+            os.kill(os.getpid(), signal.SIGTERM)
         case "oom":
             oom.run_out_of_memory()
     raise AssertionError(f"this process goes on after {how}")
@@ -106,15 +110,55 @@ def failing(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def drifting(real: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+    """What a rank of a main hears of its leader in a step that goes on with a request, once, and said: ``apart again``,
+    the same call twice; ``apart step``, another position; ``apart weights``, with a version of its own."""
+    twice: list[bytes] = []
+
+    def receive(line: Any) -> bytes:
+        from belayerd.worker.adapter.seat import seat
+
+        if twice:
+            return twice.pop()
+        data, kind, how = real(line), *asked(Paths()).partition(" ")[::2]
+        if kind != "apart" or seat().ranks is not None or seat().arena.epoch < 0:
+            return data
+        method, args, serial = msgspec.msgpack.decode(data)
+        step = msgspec.msgpack.decode(args) if method == "execute_model" else [[], [[]]]
+        if not step[1][0] or not once():  # no request that was in a step before
+            return data
+        match how:
+            case "again":
+                twice.append(data)
+            case "step":
+                step[1][5][0] -= 1  # num_computed_tokens
+                return msgspec.msgpack.encode((method, msgspec.msgpack.encode(step), serial))
+            case "weights":
+                seat().weights.grant = msgspec.structs.replace(seat().weights.grant, version=9)
+        return data
+
+    return receive
+
+
+def once() -> bool:
+    """True for the first that comes."""
+    try:
+        (Paths().run / "sabotage.begun").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
 def main() -> int:
     for name, value in zygote.ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from belayerd.worker import main as worker
-    from belayerd.worker import rank
+    from belayerd.worker import rank, ranks
 
     vars(worker)["Engine"] = saboteur()
     vars(worker)["run"] = failing("start", worker.run)
     vars(rank)["run"] = failing("rank", rank.run)
+    setattr(ranks.Line, "receive", drifting(ranks.Line.receive))  # noqa: B010
     return zygote.main()
 
 

@@ -26,6 +26,7 @@ CORES = [
     "belayerd/policy.py",
     "belayerd/replacements.py",
     "belayerd/health.py",
+    "belayerd/weights_gate.py",
     "belayerd/router/core.py",
     "belayerd/router/slot_rules.py",
     "belayerd/router/remote_rules.py",

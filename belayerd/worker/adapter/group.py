@@ -1,7 +1,8 @@
 """vLLM's executor over our own ranks: the leader's worker in this process, the others by messages (worker.ranks).
 
-Every call goes to all ranks; each ends a call by a digest of what it found, which must be the leader's. So ranks that
-have drifted apart (another layout, another token) end the worker instead of making wrong tokens. A rank that fails in
+Every call goes to all ranks; each ends a call by saying what it heard, what it found (digests) and with which weights,
+which must be the leader's. So ranks that have come apart (a step, a layout, a token, a weight version) end the worker
+instead of making wrong tokens. A rank that fails in
 a call ends its process, and with it the worker.
 """
 
@@ -29,7 +30,7 @@ from belayerd.worker.adapter import steps
 from belayerd.worker.adapter.gloo import Group, join
 from belayerd.worker.adapter.seat import seat
 from belayerd.worker.priority import come_back
-from belayerd.worker.ranks import Call, Line
+from belayerd.worker.ranks import Answer, Call, Line, apart
 
 PULSE_S = 0.1
 
@@ -50,6 +51,12 @@ _ANY = frozenset(
 
 def digest(thing: Any) -> bytes:
     return hashlib.sha256(repr(thing).encode()).digest()
+
+
+def _answer(call: Call, found: bytes) -> Answer:
+    grant = seat().weights.grant
+    heard = hashlib.sha256(call.method.encode() + call.args).digest()
+    return Answer(serial=call.serial, heard=heard, found=found, version=grant.version, weights=grant.digest)
 
 
 def _tokens(output: Any) -> Any:
@@ -91,9 +98,14 @@ class GroupExecutor(Executor):
             raise WorkerFailed(f"this worker has no {self.parallel_config.world_size} ranks")
         self._ranks = held.ranks
         self._last_pulse = monotonic()
+        self._serial = 0
         self._ranks.tell(Call("build"))
         self._worker = build(self.vllm_config, Group(0, self._ranks.size, held.meet))
-        self._ranks.answers()
+        built = [msgspec.msgpack.decode(data, type=Answer) for data in self._ranks.answers()]
+        self._weights = tuple(answer.weights for answer in built)
+        held.rank_digests = self._weights
+        mine = _answer(Call("build"), b"")
+        self._in_step("build", mine, built)
 
     def collective_rpc(
         self,
@@ -115,17 +127,24 @@ class GroupExecutor(Executor):
 
     def _call(self, method: str, data: bytes, mine: Callable[[], Any], said: Callable[[Any], Any] | None = None) -> Any:
         """``mine()`` in step with the ranks; ``said`` picks what all must agree on."""
-        self._ranks.tell(Call(method, data))
+        self._serial += 1
+        call = Call(method, data, self._serial)
+        self._ranks.tell(call)
         result = mine()
-        expected = digest(said(result) if said else result if method in _SAME else None)
-        for rank, answer in enumerate(self._ranks.answers(), start=1):
-            if answer != expected:
+        expected = _answer(call, digest(said(result) if said else result if method in _SAME else None))
+        answers = [msgspec.msgpack.decode(answer, type=Answer) for answer in self._ranks.answers()]
+        self._in_step(method, expected, answers)
+        return result
+
+    def _in_step(self, method: str, mine: Answer, answers: list[Answer]) -> None:
+        for rank, answer in enumerate(answers, start=1):
+            why = apart(msgspec.structs.replace(mine, weights=self._weights[rank - 1]), answer)
+            if why:
                 raise WorkerFailed(
-                    f"rank {rank} and the leader have come apart in {method}",
+                    f"rank {rank} and the leader have come apart in {method}: {why}",
                     kept="nothing of this step is sent",
                     remedy="this worker ends; the shadow goes on from the last token",
                 )
-        return result
 
     def initialize_from_config(self, kv_cache_configs: list[Any]) -> None:
         """Each rank makes its own from the same rule; what crosses is what the engine core has decided since."""
@@ -180,9 +199,10 @@ def serve(args: EngineArgs, group: Group, line: Line) -> None:
         call = msgspec.msgpack.decode(line.receive(), type=Call)
         if call.method == "build":
             worker = build(config, group)
-            line.send(b"")
+            line.send(msgspec.msgpack.encode(_answer(call, b"")))
             continue
-        line.send(digest(_do(worker, config, group, call)))
+        found = digest(_do(worker, config, group, call))
+        line.send(msgspec.msgpack.encode(_answer(call, found)))
 
 
 def _do(worker: Any, config: VllmConfig, group: Group, call: Call) -> Any:

@@ -20,7 +20,8 @@ from gpuowner.attach import ArenaView, WeightsView
 class Seat:
     """``scheduled`` is called inside each step, before the model runs, with its number of tokens; ``stepped`` after
     the step. ``bound``: what became of the model's tensors, once they are loaded. ``ranks``: the other processes of a
-    tensor-parallel worker, in its leader; ``meet``: the file where they meet."""
+    tensor-parallel worker, in its leader; ``meet``: the file where they meet; ``rank_digests``: of their
+    parts of the weights."""
 
     weights: WeightsView
     arena: ArenaView
@@ -29,6 +30,7 @@ class Seat:
     bound: Bound | None = None
     ranks: Ranks | None = None
     meet: Path | None = None
+    rank_digests: tuple[str, ...] = ()
 
 
 _seat: list[Seat] = []
