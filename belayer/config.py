@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from belayer.errors import ConfigInvalid
 from belayer.ids import is_name
+from belayer.model_shape import undivided
 
 Positive = Annotated[float, Meta(gt=0)]
 PositiveInt = Annotated[int, Meta(gt=0)]
@@ -290,6 +291,10 @@ def _tensor_parallel(config: Config, slot: Slot, where: str) -> Any:
         yield f"{where}.tensor_parallel", "is built for the CPU only: on a GPU it must be 1"
     if slot.kv_reuse:
         yield f"{where}.kv_reuse", "is built for tensor_parallel = 1 only"
+    model = next((row for row in config.model if row.name == slot.model), None)
+    why = undivided(Path(model.path), slot.tensor_parallel) if model else ""
+    if why:
+        yield f"{where}.tensor_parallel", why
 
 
 def _problems(config: Config) -> Any:
