@@ -59,8 +59,12 @@ def test_config_check_says_it_in_one_sentence(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-m", "belayerctl", "config", "check", str(file)],
-        capture_output=True, text=True, timeout=60, check=False, env={key: value for key, value in os.environ.items() if key != "BELAYER_ROOT"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={key: value for key, value in os.environ.items() if key != "BELAYER_ROOT"},
+    )
     assert done.returncode == 2
     assert f"{file}: slot[0].tensor_parallel: 2 does not divide num_attention_heads = 9 of {tmp_path}" in done.stderr
     assert "Traceback" not in done.stderr
