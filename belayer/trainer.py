@@ -26,7 +26,7 @@ from typing import Protocol
 
 from belayer import procs
 from belayer.clock import monotonic
-from belayer.errors import BelayerError, DaemonUnreachable, GroupBroken, MemberReplaced
+from belayer.errors import BelayerError, DaemonUnreachable, GroupBroken, MemberReplaced, Refused
 from belayer.messages.common import Done
 from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate, WeightsUpdated
 from belayer.messages.trainer import (
@@ -57,15 +57,19 @@ class Trainer:
     """``members``: who serves, as of the last word of belayerd. Survives belayerd's death: what is owed is on disk.
 
     Registering begins a new life of ``name``: earlier ones are fenced, what they were owed is settled. Raises Refused
-    for a model without slots, DaemonUnreachable. ``watched``: forgotten when this process has ended; False where
+    for a model without slots, and for a name whose last process runs (this one included) unless ``take_over`` says that
+    it is meant; DaemonUnreachable. ``watched``: forgotten when this process has ended; False where
     belayerd cannot see it (a container with PIDs of its own), and then ``close`` is the only end.
     """
 
-    def __init__(self, model: str, *, name: str, paths: Paths | None = None, watched: bool = True) -> None:
+    def __init__(
+        self, model: str, *, name: str, paths: Paths | None = None, watched: bool = True, take_over: bool = False
+    ) -> None:
         self.model, self.name = model, name
         self._client = SyncClient((paths or Paths()).belayerd_sock)
         me = os.getpid() if watched else 0
-        message = RegisterTrainer(trainer=name, model=model, pid=me, start_time=procs.start_time(me) if me else 0)
+        born = procs.start_time(me) if me else 0
+        message = RegisterTrainer(trainer=name, model=model, pid=me, start_time=born, take_over=take_over)
         reply = self._client.call(message, TrainerRegistered, _CALL_S)
         self.epoch, self.members = reply.epoch, reply.members
 
@@ -78,7 +82,9 @@ class Trainer:
 
     def ack(self, event: Replaced) -> None:
         """The group holds the main of ``event``; settles earlier events of the slot too. Raises Fenced for one that a
-        later acknowledgement covers, or when this name was registered again."""
+        later acknowledgement covers, or when this name was registered again; Refused for what is no event."""
+        if not isinstance(event, Replaced):
+            raise Refused(f"ack takes an event that replaced() gave, not {event!r:.100}", kept="what is owed")
         message = AckReplaced(trainer=self.name, epoch=self.epoch, slot=event.slot, generation=event.new_generation)
         self._client.call(message, Done, _CALL_S)
 

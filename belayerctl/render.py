@@ -146,13 +146,18 @@ def incident(row: Incident) -> Table:
     return out
 
 
-def incidents(rows: tuple[Incident, ...]) -> Table:
-    out = table("incidents", "time", "id", "slot", "gen", "ms", "outcome", "cause")
+def incidents(rows: tuple[Incident, ...]) -> Group:
+    """The facts in a table, the words below it: in a last column of 80 they would be a letter wide."""
+    out = table("incidents", "time", "id", "slot", "gen", "ms", "outcome")
+    said = []
     for row in rows:
         moved = f"{row.from_generation}->{row.to_generation}"
-        cause = f"{row.cause}: {row.detail}" if row.detail else row.cause
-        out.add_row(when(row.at), row.incident_id, row.slot, moved, f"{row.total_ms:.0f}", row.outcome, cause)
-    return out
+        short, _, more = row.outcome.partition(": ")
+        out.add_row(when(row.at), row.incident_id, row.slot, moved, f"{row.total_ms:.0f}", short)
+        words = [row.cause, row.detail, more if more not in row.detail else ""]
+        injected = " (injected)" if row.injected else ""
+        said.append(Text(f"{when(row.at)} {row.slot}: {': '.join(filter(None, words))}{injected}"))
+    return Group(out, *said)
 
 
 def router(status: RouterStatusReply) -> Table:

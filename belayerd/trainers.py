@@ -115,6 +115,7 @@ class Trainers:
             case UnregisterTrainer():
                 return self._unregister(message)
             case ListTrainers():
+                self.sweep()  # one that died right after it had registered is none
                 return TrainerList(trainers=tuple(map(_view, self._ledger.trainers.values())))
             case _:
                 raise AssertionError(f"no handler for {message}")
@@ -126,6 +127,13 @@ class Trainers:
             raise Refused(
                 f"trainer {message.trainer!r} is not process {message.pid} as belayerd sees it",
                 remedy="a container with PIDs of its own: Trainer(..., watched=False)",
+            )
+        before = self._ledger.trainers.get(message.trainer)
+        if before is not None and before.pid and not message.take_over and _lives(before.pid, before.start_time):
+            raise Refused(
+                f"trainer {message.trainer!r} is process {before.pid} already (life {before.epoch}), which runs",
+                kept="its life, and what it is owed",
+                remedy="another name, or close() it first, or Trainer(..., take_over=True)",
             )
         members = self._members(message.model)
         if not members:

@@ -41,12 +41,14 @@ class Replaced(msgspec.Struct, frozen=True, kw_only=True):
 class RegisterTrainer(Message, frozen=True, kw_only=True, tag=True):
     """A life of ``trainer`` begins: its group will be made with the members of the reply. Earlier lives are fenced and
     what they were owed is settled, since their groups are gone. When the process ``pid`` (``start_time`` in clock ticks
-    beside it) has ended it is owed nothing; ``pid`` 0: until it is unregistered."""
+    beside it) has ended it is owed nothing; ``pid`` 0: until it is unregistered. Refused while the process of the last
+    life runs, unless it is to ``take_over`` from it."""
 
     trainer: str
     model: str
     pid: int = 0
     start_time: int = 0
+    take_over: bool = False
 
 
 class TrainerRegistered(Message, frozen=True, kw_only=True, tag=True):

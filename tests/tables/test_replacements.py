@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from belayer import procs
 from belayer.errors import BelayerError, Fenced, Refused, ReplacementOwed
 from belayer.messages import trainer as m
 from belayer.messages.common import Done
+from belayer.paths import Paths
+from belayer.rpc import Server
+from belayer.trainer import Trainer
 from belayerd import replacements as r
 from belayerd.pair import Pair, Ref
 from belayerd.trainers import COMMAND, Trainers
@@ -215,6 +220,58 @@ def test_a_trainer_whose_process_has_ended_holds_no_update(tmp_path: Path) -> No
         trainers.refuse_owed("slot0")
 
     run(tmp_path / "l", body)
+
+
+def test_a_second_trainer_of_a_name_is_refused_while_the_first_runs(tmp_path: Path) -> None:
+    async def body(trainers: Trainers, slot: Slot) -> None:
+        child = await asyncio.create_subprocess_exec("sleep", "600")
+        first = m.RegisterTrainer(trainer="t", model="slot0", pid=child.pid, start_time=procs.start_time(child.pid))
+        await ask(trainers, first)
+        mine = msgspec.structs.replace(first, pid=os.getpid(), start_time=procs.start_time(os.getpid()))
+        for again in (first, mine):
+            with pytest.raises(Refused, match=f"'t' is process {child.pid} already .life 1., which runs") as why:
+                await ask(trainers, again)
+            assert "take_over=True" in why.value.remedy
+        await ask(trainers, m.AckReplaced(trainer="t", epoch=1, slot="slot0", generation=0))  # the first one lives on
+        await ask(trainers, msgspec.structs.replace(mine, take_over=True))
+        with pytest.raises(Fenced, match="life 1 of trainer 't' has ended"):
+            await ask(trainers, m.AwaitReplaced(trainer="t", epoch=1))
+        child.kill()
+        await child.wait()
+
+    run(tmp_path / "l", body)
+
+
+def test_one_whose_process_has_ended_is_taken_over_and_shown_no_more(tmp_path: Path) -> None:
+    async def body(trainers: Trainers, slot: Slot) -> None:
+        child = await asyncio.create_subprocess_exec("sleep", "600")
+        message = m.RegisterTrainer(trainer="t", model="slot0", pid=child.pid, start_time=procs.start_time(child.pid))
+        await ask(trainers, message)
+        child.kill()
+        await child.wait()
+        assert await ask(trainers, m.ListTrainers()) == m.TrainerList(trainers=())
+        mine = msgspec.structs.replace(message, pid=os.getpid(), start_time=procs.start_time(os.getpid()))
+        assert isinstance(await ask(trainers, mine), m.TrainerRegistered)
+
+    run(tmp_path / "l", body)
+
+
+def test_what_is_no_event_is_not_acknowledged() -> None:
+    """Through the client's own socket, with belayerd's part behind it."""
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        paths = Paths(Path(folder)).make()
+
+        async def body(trainers: Trainers, slot: Slot) -> None:
+            server = asyncio.create_task(Server(paths.belayerd_sock, m.TrainerRequest, trainers.handle).serve())
+            trainer = await asyncio.to_thread(lambda: Trainer("slot0", name="t", paths=paths))
+            with pytest.raises(Refused, match=r"ack takes an event that replaced\(\) gave, not None"):
+                trainer.ack(None)  # type: ignore[arg-type]
+            with pytest.raises(Refused, match="which runs"):
+                await asyncio.to_thread(lambda: Trainer("slot0", name="t", paths=paths))
+            await asyncio.to_thread(trainer.close)
+            server.cancel()
+
+        run(paths.trainers, body)
 
 
 def test_an_operators_word_settles_what_a_trainer_without_a_process_is_owed(tmp_path: Path) -> None:

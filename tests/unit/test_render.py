@@ -96,9 +96,12 @@ def test_incidents_and_router_fit() -> None:
         outcome="resumed",
         total_ms=1183.0,
     )
-    cells_are_whole(
-        shown(render.incidents((row,))), "inc-7f3a9c21", "rollout-0", "127->128", "1183", "resumed", "00:00:00"
-    )
+    gave_up = msgspec.structs.replace(row, outcome=f"quarantined: {LONG} again", cause="death")
+    lines = shown(render.incidents((row, gave_up)))
+    cells_are_whole(lines, "inc-7f3a9c21", "rollout-0", "127->128", "1183", "resumed", "quarantined", "00:00:00")
+    words = " ".join(line.strip() for line in lines)
+    assert f"rollout-0: hang: {LONG}" in words, "read from left to right, not in a column of letters"
+    assert f"rollout-0: death: {LONG}: {LONG} again" in words
     seat = router.RouterSlot(slot="rollout-0", generation=128, registered=True, running=256, tokens_total=123456789)
     reply = router.RouterStatusReply(
         instance="i", pid=1, url="http://10.0.0.17:8000", slots=(seat,), running=256, waiting=0
