@@ -131,7 +131,9 @@ class Engine:
         vocab: int,
         reuse: Reuse | None = None,
         device: Device | None = None,
+        call_s: float = 180.0,
     ) -> None:
+        """``call_s``: how long an admin call may keep the loop whose caller gave it no time."""
         self._line, self._core, self._heart, self._standing = line, core, heart, standing
         self._weights, self._arena, self._vocab, self._reuse = weights, arena, vocab, reuse
         self._device: Device = device or CpuDevice()
@@ -141,6 +143,7 @@ class Engine:
             main=lambda: standing.state is m.WorkerState.MAIN,
             seq=outbox.seq,
             version=core.weight_version,
+            announce=lambda phase, seconds: heart.announce(phase, call_s if seconds is None else seconds),
         )
         self._following = Following(core, heart, weights, vocab)
         self._control: wire.Decoder[Any] = wire.Decoder(m.Request)

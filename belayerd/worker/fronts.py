@@ -25,12 +25,20 @@ Send = Callable[[list[Any]], None]
 
 class Fronts:
     """``main``: whether requests are taken now; ``seq``: the number of a front's next message; ``version``: that of
-    the weights."""
+    the weights; ``announce``: tells the heartbeat that a call runs in the loop, and the seconds that its caller gave
+    it (None: none)."""
 
     def __init__(
-        self, send: Send, core: Core, main: Callable[[], bool], seq: Callable[[int], int], version: Callable[[], str]
+        self,
+        send: Send,
+        core: Core,
+        main: Callable[[], bool],
+        seq: Callable[[int], int],
+        version: Callable[[], str],
+        announce: Callable[[str, float | None], None],
     ) -> None:
         self._send, self._core, self._main, self._seq, self._version = send, core, main, seq, version
+        self._announce = announce
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._plain = MsgpackDecoder()
         self._tokens: dict[int, bytes] = {}
@@ -49,6 +57,7 @@ class Fronts:
                 self._core.abort(msgspec.msgpack.decode(rest[0], type=list[str]))
             elif kind == b"util" and rest:
                 _, call, method, args = self._plain.decode(rest)
+                self._announce(f"call {method}", _said_s(method, args))
                 self._core.utility((client, call, method, args))
         # A peer's bytes concern that message alone; vLLM's decoder raises whatever its hooks raise.
         except Exception as why:  # noqa: BLE001
@@ -83,3 +92,10 @@ class Fronts:
             self._core.refuse(request)
             return
         self._core.add(request, output)
+
+
+def _said_s(method: str, args: Any) -> float | None:
+    """The timeout that a caller of /collective_rpc gave (its second argument): the engine does not keep it, so it says
+    how long the call may take."""
+    given = args[1] if method == "collective_rpc" and len(args) > 1 else None
+    return float(given) if isinstance(given, int | float) and given > 0 else None

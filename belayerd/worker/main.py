@@ -88,7 +88,7 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     logger.info("parked", said=device.park())
     standing.state = WorkerState.STANDBY
     logger.info("standby", worker=worker_id, **standing.start_ms)
-    Engine(line, outbox, core, heart, standing, view, arena, vocab, reuse, device).run()
+    Engine(line, outbox, core, heart, standing, view, arena, vocab, reuse, device, call_s=slot.start_deadline_s).run()
     line.close()
 
 

@@ -5,12 +5,16 @@ Two slots and a spare on a tiny model. Each test ends with the slots protected a
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
 import signal
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -135,6 +139,47 @@ def test_a_loop_that_makes_no_step_is_handed_over(host: Pair2, truth: Any) -> No
     assert last is not None
     assert last.cause == "stuck"
     host.until_protected()
+
+
+def call(host: LocalHost, **body: Any) -> tuple[int, Any]:
+    """(status, body) of an admin call, which goes to every main."""
+    data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{host.status().router_url}/collective_rpc", data=data, headers=kind)
+    try:
+        with urllib.request.urlopen(request, timeout=180) as reply:
+            return reply.status, json.loads(reply.read())
+    except urllib.error.HTTPError as why:
+        return why.code, why.read().decode()
+
+
+def generations(status: HostStatusReply) -> list[int]:
+    return [row.generation for row in status.slots if row.state != "reserve"]
+
+
+def test_an_admin_call_may_take_its_time_in_the_loop(host: Pair2) -> None:
+    """No step and no beat for six hang limits: the call was announced."""
+    before = host.until_protected()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(call, host, method="nap", args=[str(6 * HANG_S)])
+        busy = host.until(
+            "the phase", lambda s: any(w.phase == "call collective_rpc" for r in s.slots for w in r.workers), 60.0
+        )
+        assert asked.result() == (200, {"results": ["False"]})
+    assert generations(busy) == generations(before)
+    assert generations(host.until_protected()) == generations(before)
+
+
+def test_an_admin_call_that_never_ends_is_found_after_the_time_that_it_was_given(host: Pair2, truth: Any) -> None:
+    before = host.until_protected()
+    status, said = call(host, method="nap", args=["600"], timeout=4 * HANG_S)
+    assert status >= 500, said
+    after = host.until_protected()
+    assert generations(after) == [generation + 1 for generation in generations(before)]
+    last = slot(after, "slot0").last_incident
+    assert last is not None
+    assert last.cause == "hang"
+    assert f"in phase call collective_rpc (allowed {4 * HANG_S:g} s)" in last.detail
+    assert facts(stream(host).result()) == truth
 
 
 @pytest.mark.skipif(not FREEZER.is_dir(), reason="only the version 1 freezer keeps a killed process from dying")

@@ -7,6 +7,8 @@ What the message does instead is what a broken device, owner or cache would make
 first, and said by the file ``sabotage.begun``, which names its slot: ``stuck``, ``stall SECONDS`` (asleep), ``spin
 SECONDS`` (on a core), ``phase SECONDS`` (asleep, and announced, as a first shape that is compiled).
 
+``/collective_rpc`` finds the method ``nap SECONDS``.
+
 ``rank digest``: a worker says another digest of its rank's weights. ``apart HOW``: see ``drifting``.
 
 ``start HOW``: each worker that is forked ends before it has an engine, ``rank HOW``: its rank 1 does. HOW is one of
@@ -158,6 +160,9 @@ def main() -> int:
     vars(worker)["Engine"] = saboteur()
     vars(worker)["run"] = failing("start", worker.run)
     vars(rank)["run"] = failing("rank", rank.run)
+    from belayerd.worker.adapter.arena import BelayerWorker
+
+    setattr(BelayerWorker, "nap", lambda _, seconds: threading.Event().wait(float(seconds)))  # noqa: B010
     setattr(ranks.Line, "receive", drifting(ranks.Line.receive))  # noqa: B010
     return zygote.main()
 
