@@ -91,13 +91,13 @@ class Slot(_Section, frozen=True, kw_only=True):
 class Router(_Section, frozen=True, kw_only=True):
     """``journal_every``: tokens of one request between two journal records (the paper's k = 256).
     ``request_deadline_s``: how long an interrupted or new request may wait without a worker; ``silence_s``: how long a
-    worker may have one without a word; ``link_silence_s``: how long a worker may not answer; ``read_deadline_s``: how
+    worker may have one without a word; ``link_silence_s``: how long a worker or a front may not answer; ``read_deadline_s``: how
     long a client may take to send a request. ``journal_sync``: when the disk is waited for. ``same_id``: a second
     request with the id of a running one is refused, or hears the same stream. ``on_death``: what becomes of requests
     whose worker dies and who say nothing. ``tool_parser``, ``reasoning_parser``: vLLM's names of them for this model
     ("": no tool calls, no reasoning). ``reasoning_start``, ``reasoning_end``: the text that opens the
     thinking and the one that is forced when thinking_token_budget is used up ("": those of the parser). ``fronts``:
-    processes that answer on the port; more than 1 is refused."""
+    processes that answer on the ports; 1: the router itself does."""
 
     host: Text = "127.0.0.1"
     port: Port = 8000
@@ -118,7 +118,7 @@ class Router(_Section, frozen=True, kw_only=True):
     reasoning_parser: str = ""
     reasoning_start: str = ""
     reasoning_end: str = ""
-    fronts: PositiveInt = 1
+    fronts: Annotated[int, Meta(ge=1, le=64)] = 1
 
     def thinks(self) -> bool:
         """Whether engines know where thinking begins and ends."""
@@ -300,9 +300,6 @@ def _tensor_parallel(config: Config, slot: Slot, where: str) -> Any:
 def _problems(config: Config) -> Any:
     """Each cross-field rule that does not hold, as (key, reason)."""
     yield from _fleet_problems(config)
-    if config.router.fronts > 1:
-        # A repeated id must reach the front that runs it, or the request runs twice: not built, so not half-right.
-        yield "router.fronts", "several fronts on one port are not built; give each slot a url_port, or fronts = 1"
     if not config.router.thinks() and (config.router.reasoning_start or config.router.reasoning_end):
         yield "router.reasoning_end", "needs router.reasoning_start too, or router.reasoning_parser"
     for kind, rows in (("model", config.model), ("slot", config.slot), ("peer", config.peer)):

@@ -59,6 +59,10 @@ class OnlyOne:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, str(os.getpid()).encode(), 0)
 
+    def fileno(self) -> int:
+        """A child that is forked and not executed closes it: it would keep the lock when this process is dead."""
+        return self._fd
+
 
 def run(main: Main) -> int:
     """Run ``main(stop)`` until it ends or a signal sets ``stop``; returns the exit code."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 from belayer import config, daemon, log
 from belayer.errors import BelayerError
 from belayer.messages.router import Request
 from belayer.paths import Paths
 from belayer.rpc import Server
-from belayerd.router import preflight
+from belayerd.router import many, preflight
 from belayerd.router.fleet_life import keys_of, next_life
-from belayerd.router.host_metrics import HostMetrics
 from belayerd.router.service import Service
 
 
@@ -28,49 +29,88 @@ def main(argv: list[str] | None = None) -> int:
         loaded = config.load(chosen.config or paths.config)
         paths.make()
         only = daemon.OnlyOne(paths.run, "router")
+        quiet_vllm()
+        if loaded.router.fronts > 1:
+            fronts = many.prepare(loaded, paths, only)
+            return daemon.run(lambda stop: _serve_many(loaded, paths, stop, fronts))
     except BelayerError as error:
         return daemon.say(error)
     return daemon.run(lambda stop: _serve(loaded, paths, stop, only))
 
 
 async def _serve(loaded: config.Config, paths: Paths, stop: asyncio.Event, only: daemon.OnlyOne) -> None:
+    """The one front is here, in the router's own process."""
     logger = log.setup("belayer-router")
-    _quiet_vllm()
     preflight.one_model(loaded)
     pair = keys_of(loaded)
-    sock = preflight.bind(loaded.router.host, loaded.router.port)
-    slots = {slot.name: preflight.bind(loaded.router.host, slot.url_port) for slot in loaded.slot if slot.url_port}
-    from belayerd.router.front import Front  # imports vLLM: seconds, so not before the host is known to be fit
+    sock, slots = preflight.bind_all(loaded)
+    from belayerd.router import house as houses  # import vLLM: seconds, so not before the host is known to be fit
+    from belayerd.router import vllm_seam as seam
+    from belayerd.router.front import Front
+    from belayerd.router.host_metrics import HostMetrics
 
     instance = daemon.new_instance()
     life = None if pair is None else next_life(paths.fleet_life, instance)
-    front = Front(loaded, paths.journal, instance, logger, pair, life)
-    HostMetrics(paths.status_file)
-    service = Service(front.shell, frozenset(slot.name for slot in loaded.slot), instance, front.url, front.slot_urls)
-    service.fleet, service.host = front.fleet, loaded.host.name
-    if stop.is_set():
-        return  # asked to stop while vLLM was being imported
-    started = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        http = group.create_task(front.serve(sock, slots, started))
-        ready = group.create_task(started.wait())
-        watch = group.create_task(front.shell.watch())
-        await asyncio.wait((http, ready), return_when=asyncio.FIRST_COMPLETED)
-        if started.is_set():
-            server = Server(paths.router_sock, Request, service.handle)
-            control = group.create_task(server.serve())
-            fleet = None if front.fleet is None else group.create_task(front.fleet.serve())
-            daemon.notify("READY=1")
-            logger.info("serving", url=front.url, instance=instance)
-            await asyncio.wait((http,))
-            control.cancel()
-            if fleet is not None:
-                fleet.cancel()
-        ready.cancel()
-        watch.cancel()
+    codec = seam.Codec()
+    front = Front(loaded, codec)
+    house = houses.House(loaded, paths.journal, instance, logger, codec, pair, life)
+    try:
+        front.attach(house.heart)
+        house.open(front.client)
+        HostMetrics(paths.status_file)
+        if stop.is_set():
+            return  # asked to stop while vLLM was being imported
+        started = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            http = group.create_task(front.serve(sock, slots, started.set))
+            beside = [group.create_task(started.wait()), group.create_task(house.shell.watch())]
+            await asyncio.wait((http, beside[0]), return_when=asyncio.FIRST_COMPLETED)
+            if started.is_set():
+                beside += [group.create_task(one) for one in _control(loaded, paths, house, instance)]
+                daemon.notify("READY=1")
+                logger.info("serving", url=house.url, instance=instance)
+                await asyncio.wait((http,))
+            for task in beside:
+                task.cancel()
+    finally:
+        house.close()
 
 
-def _quiet_vllm() -> None:
+async def _serve_many(loaded: config.Config, paths: Paths, stop: asyncio.Event, made: many.Prepared) -> None:
+    """The fronts are processes of their own; all else is here."""
+    logger = log.setup("belayer-router")
+    instance = daemon.new_instance()
+    pair = keys_of(loaded)
+    life = None if pair is None else next_life(paths.fleet_life, instance)
+    router = many.Many(loaded, paths, instance, logger, made, pair, life)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in router.services()]
+            up = group.create_task(router.fronts.until_serving())
+            halt = group.create_task(stop.wait())
+            await asyncio.wait((up, halt), return_when=asyncio.FIRST_COMPLETED)
+            if not stop.is_set():
+                tasks += [group.create_task(one) for one in _control(loaded, paths, router.house, instance)]
+                daemon.notify("READY=1")
+                logger.info("serving", url=router.house.url, instance=instance, fronts=loaded.router.fronts)
+                await halt
+            await router.fronts.stop()
+            for task in (*tasks, up, halt):
+                task.cancel()
+    finally:
+        router.close()
+
+
+def _control(loaded: config.Config, paths: Paths, house: Any, instance: str) -> list[Coroutine[Any, Any, None]]:
+    """What runs beside HTTP: the socket of belayerd and belayerctl, and the fleet."""
+    names = frozenset(slot.name for slot in loaded.slot)
+    service = Service(house.shell, names, instance, house.url, house.slot_urls)
+    service.fleet, service.host = house.fleet, loaded.host.name
+    server = Server(paths.router_sock, Request, service.handle)
+    return [server.serve()] if house.fleet is None else [server.serve(), house.fleet.serve()]
+
+
+def quiet_vllm() -> None:
     """The router holds no engine: no metrics of use are sent, nothing is fetched, one line of log per event."""
     for name, value in {
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import Sequence
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
 from belayer import clock
-from belayer.errors import BadMessage, BelayerError, ErrorCode, Refused, WorkerGone
+from belayer.errors import BadMessage, BelayerError, ErrorCode, Refused
 from belayerd.router import events as ev
 from belayerd.router import vllm_seam as seam
-from belayerd.router.shell import Shell
+from belayerd.router.heart import Heart
+from belayerd.router.local_heart import FRONT
 from belayerd.router.ticket import TICKET, Course, Ticket
 
 ADMIN_WAIT_S = 30.0  # how long an admin call waits for a worker while a slot is between two of them
@@ -21,7 +22,6 @@ ADMIN_WAIT_S = 30.0  # how long an admin call waits for a worker while a slot is
 _PAUSING = {"pause_scheduler": True, "resume_scheduler": False}
 # True inside an abort that vLLM makes because the client went away; False: a stop string was met.
 LEAVING: ContextVar[bool] = ContextVar("belayer_leaving", default=False)
-_NOBODY = 0  # call id of calls whose answer nobody waits for; real ones are from uuid1, never 0
 
 _STATUS = {
     ErrorCode.NO_HEALTHY_SLOT: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -45,8 +45,8 @@ class RouterFault(seam.GracefulHTTPError, seam.GenerationError):  # type: ignore
 class Failure:
     """In the queue behind the outputs that came before it: the request ends with this error."""
 
-    def __init__(self, request_id: str, error: BelayerError) -> None:
-        self.request_id, self.fault = request_id, RouterFault(error)
+    def __init__(self, request_id: str, error: BelayerError, status: HTTPStatus | None = None) -> None:
+        self.request_id, self.fault = request_id, RouterFault(error, status)
 
 
 class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
@@ -58,7 +58,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         self._codec = codec
         self._index = {name: number for number, name in enumerate(slots)}
         self.resources = seam.BackgroundResources(ctx=None)  # engine_dead stays False: workers come and go
-        self.client_count, self.client_index = 1, 0
+        self.client_count, self.client_index = 1, FRONT
         self.engine_ranks_managed = list(range(len(slots)))
         self.core_engines: list[str] = []
         self.core_engine = ""
@@ -66,22 +66,20 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         self.engines_running = False
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.utility_results: dict[int, asyncio.Future[Any]] = {}
-        self._asked: dict[int, str] = {}  # utility call id -> slot
         self._engine_status: dict[int, Any] = {}
         self._kv_event_sources: dict[int, Any] = {}
         self._effective_attention_block_sizes: set[int | None] = set()
         self._welcomed = False
-        self._paused: set[str] = set()  # slots that a trainer has paused
         self.stopping = False
         self._loop = asyncio.get_running_loop()
         self._tickets: dict[str, Ticket] = {}  # by reader, for those whose request has one
         self._gates: dict[str, list[Any]] = {}  # by reader: what waits until the client's own part has been told
-        self._shell: Shell
+        self._heart: Heart
         self._processor: Any = None
 
-    def attach(self, shell: Shell, output_processor: Any) -> None:
-        """Complete the circle: the shell needs this sink, this client needs the shell."""
-        self._shell, self._processor = shell, output_processor
+    def attach(self, heart: Heart, output_processor: Any) -> None:
+        """Complete the circle: the heart needs these ears, this client needs the heart."""
+        self._heart, self._processor = heart, output_processor
 
     # -- what AsyncLLM calls ----------------------------------------------------------------------------------
 
@@ -89,12 +87,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         try:
             self._add(request)
         except BelayerError as error:
-            self._forget(request.request_id)
-            self._shell.abort([request.request_id])
-            self._processor.abort_requests([request.request_id], internal=True)
-            refused = self._shell.core.counters.refused
-            refused[error.code] = refused.get(error.code, 0) + 1
-            raise RouterFault(error, HTTPStatus.CONFLICT if isinstance(error, Refused) else None) from error
+            self.refuse(request.request_id, error)
 
     def _add(self, request: Any) -> None:
         if request.resumable:
@@ -106,7 +99,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
             self._check_position(request, ticket)
         ticket.readers.append(request.request_id)
         self._tickets[request.request_id] = ticket
-        self._shell.add(
+        self._heart.add(
             ev.Add(
                 request_id=request.request_id,
                 frames=self._codec.encode(request),
@@ -131,7 +124,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             self._forget(request_id)
-        self._shell.abort(request_ids, left=LEAVING.get())
+        self._heart.abort(request_ids, left=LEAVING.get())
 
     def _forget(self, reader: str) -> None:
         self._tickets.pop(reader, None)
@@ -155,27 +148,22 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         try:
             ticket = TICKET.get()
-            slots = await self._shell.some_slot(ADMIN_WAIT_S, ticket.pin if ticket else "")
+            slots = await self._heart.slots(ADMIN_WAIT_S, ticket.pin if ticket else "")
             calls = [self._call_utility_async(method, *args, engine=slot) for slot in slots]
             answers = list(await asyncio.gather(*calls))
         except BelayerError as error:
             raise RouterFault(error) from error
         if method in _PAUSING:
-            named = [ticket.pin] if ticket and ticket.pin else list(self._index)
-            self._paused = self._paused | set(named) if _PAUSING[method] else self._paused - set(named)
-            self._shell.paused(bool(self._paused))
+            await self._heart.pausing([ticket.pin] if ticket and ticket.pin else list(self._index), _PAUSING[method])
         return answers
 
     async def _call_utility_async(self, method: str, *args: Any, engine: str) -> Any:
-        call_id = uuid.uuid1().int >> 64
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self.utility_results[call_id], self._asked[call_id] = future, engine
-        try:
-            self._shell.call_utility(self._codec.encode((self.client_index, call_id, method, args)), engine)
-            return await future
-        finally:
-            self.utility_results.pop(call_id, None)
-            self._asked.pop(call_id, None)
+        call_id = 1 + secrets.randbits(62)  # all fronts of this router draw from one range
+        frames = self._codec.encode((self.client_index, call_id, method, args))
+        output = await self._heart.call(engine, call_id, frames)
+        if output.failure_message is not None:
+            raise seam.utility_failed(output.failure_message)
+        return None if output.result is None else output.result.result
 
     def _ensure_output_queue_task(self) -> None:
         """Links read by themselves."""
@@ -189,7 +177,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_all)
 
-    # -- what the shell calls ---------------------------------------------------------------------------------
+    # -- what the heart tells ---------------------------------------------------------------------------------
 
     def deliver(self, slot: str, generation: int, outputs: Any) -> None:
         for row in outputs.outputs:
@@ -250,33 +238,19 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         self._forget(request_id)
         self.outputs_queue.put_nowait(Failure(request_id, error))
 
-    def welcome(self, slot: str, ready: bytes) -> list[tuple[bytes, ...]]:
-        if not self._welcomed:  # vLLM sums cache blocks per response; workers of one model are alike
-            try:
-                self._apply_ready_response(ready)
-            except (ValueError, TypeError) as why:
-                raise BadMessage(f"the ready info of {slot} cannot be read: {why}") from why
-            self._welcomed = True
-        if slot not in self._paused:
-            return []
-        # A trainer paused the engines: a worker that comes meanwhile must not run. "keep": it aborts nothing.
-        return [self._codec.encode((self.client_index, _NOBODY, "pause_scheduler", ("keep", False)))]
+    def refuse(self, request_id: str, error: BelayerError) -> None:
+        self._forget(request_id)
+        status = HTTPStatus.CONFLICT if isinstance(error, Refused) else None
+        self.outputs_queue.put_nowait(Failure(request_id, error, status))
 
-    def utility(self, slot: str, outputs: Any) -> None:
-        output = outputs.utility_output
-        future = self.utility_results.get(output.call_id)
-        if future is None or future.done():
-            return  # the caller has left, or there never was one
-        if output.failure_message is not None:
-            future.set_exception(seam.utility_failed(output.failure_message))
-        else:
-            future.set_result(None if output.result is None else output.result.result)
-
-    def left(self, slot: str) -> None:
-        for call_id, asked in self._asked.items():
-            future = self.utility_results[call_id]
-            if asked == slot and not future.done():
-                future.set_exception(WorkerGone(f"the worker of {slot} was lost before it answered"))
+    def ready(self, payload: bytes) -> None:
+        if self._welcomed:
+            return
+        try:
+            self._apply_ready_response(payload)
+        except (ValueError, TypeError) as why:
+            raise BadMessage(f"the ready info of a worker cannot be read: {why}") from why
+        self._welcomed = True
 
     # -- ends -------------------------------------------------------------------------------------------------
 
@@ -288,7 +262,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         top = failure.request_id if state.parent_req is None else state.parent_req.request_id
         state.queue.put(failure.fault)  # first: the abort below puts an output, which an error outranks
         siblings = self._processor.abort_requests([top], internal=True)
-        self._shell.abort(request_id for request_id in siblings if request_id != failure.request_id)
+        self._heart.abort(request_id for request_id in siblings if request_id != failure.request_id)
 
     def _end_all(self) -> None:
         fault = RouterFault(Refused("the router is stopping", remedy="send the request again when it is back"))

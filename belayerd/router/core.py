@@ -29,6 +29,7 @@ class Core(RemoteRules):
         self._handlers: dict[type[ev.Event], Callable[..., Effects]] = {
             ev.Add: self._add,
             ev.Abort: self._abort,
+            ev.FrontLost: self._front_lost,
             ev.Outputs: self._outputs,
             ev.HandedBack: self._handed_back,
             ev.Offer: self._offer,
@@ -142,6 +143,19 @@ class Core(RemoteRules):
             self._finish(request, LEFT if event.left else STOP_STRING, out)
         out += [ev.SendAbort(worker_id, tuple(ids)) for worker_id, ids in by_worker.items()]
         return out
+
+    def _front_lost(self, event: ev.FrontLost, now: float) -> Effects:
+        unheard = []
+        for reader in event.readers:
+            request = self.requests.get(self.reader_of.get(reader, ""))
+            if request is None:
+                continue  # it ended while this was under way
+            if request.name or len(request.readers) > 1:
+                request.readers.remove(reader)
+                del self.reader_of[reader]
+            else:
+                unheard.append(reader)
+        return self._abort(ev.Abort(tuple(unheard)), now)
 
     # -- outputs ----------------------------------------------------------------------------------------------
 

@@ -84,6 +84,13 @@ class Abort(Event, frozen=True, gc=False):
     left: bool = True
 
 
+class FrontLost(Event, frozen=True, gc=False):
+    """The process that heard these readers has died: nobody can be told anything more. Requests with a name go on, so
+    that their clients find them again by another front; the others nobody can ask for."""
+
+    readers: tuple[str, ...]
+
+
 class Item(msgspec.Struct, frozen=True, gc=False):
     """One request's share of one engine step; ``finish`` is vLLM's word for the reason, "" while it goes on.
     ``row``: the encoded output, where it holds more than tokens (logprobs) and the request may be asked for again.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,8 @@ import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from belayerd.router.answer import Answer
-from belayerd.router.core import Core
 from belayerd.router.events import OnDeath, SameId
+from belayerd.router.heart import Heart
 from belayerd.router.ticket import TICKET, Ticket
 
 # What vLLM makes of a client's id, by route: the name under which the router keeps its story.
@@ -83,16 +82,15 @@ class Bounds:
     requests: int = 4096
     ports: Mapping[int, str] = field(default_factory=dict)
     thinks: bool = False
+    same_id: SameId = SameId.REFUSE
 
 
 class Guard:
-    """``declined`` counts by reason, ``mistakes`` counts 4xx answers by status: read by the metrics."""
+    """What is not let in, and what clients did wrong, is counted with the heart."""
 
-    def __init__(
-        self, app: ASGIApp, core: Core, bounds: Bounds, declined: Counter[str], mistakes: Counter[int]
-    ) -> None:
-        self._app, self._core, self._bounds = app, core, bounds
-        self._declined, self._mistakes = declined, mistakes
+    def __init__(self, app: ASGIApp, heart: Heart, bounds: Bounds) -> None:
+        self._app, self._heart, self._bounds = app, heart, bounds
+        self._declined, self._mistakes = heart.declined, heart.mistakes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -119,7 +117,7 @@ class Guard:
 
     async def _checked(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, ticket: Ticket) -> Receive:
         path = scope["path"]
-        if path in ADMITTED and len(self._core.requests) >= self._bounds.requests:
+        if path in ADMITTED and await self._heart.full():
             raise Declined(
                 429,
                 "too_many_requests",
@@ -129,7 +127,7 @@ class Guard:
         body = await self._read(headers, receive)
         ticket.tokens_out = path == TOKENS_OUT
         if path in NAMES:
-            self._extras(path, headers, body, ticket)
+            await self._extras(path, headers, body, ticket)
         told = False
 
         async def again() -> Message:
@@ -180,7 +178,7 @@ class Guard:
                     if not message.get("more_body", False):
                         return
 
-    def _extras(self, path: str, headers: dict[bytes, bytes], body: bytes, ticket: Ticket) -> None:
+    async def _extras(self, path: str, headers: dict[bytes, bytes], body: bytes, ticket: Ticket) -> None:
         extras = read_extras(headers, body)
         if not self._bounds.thinks and b'"thinking_token_budget"' in body and _shape(body).thinks():
             said = "thinking_token_budget needs router.reasoning_parser: without it no engine knows what thinking is"
@@ -191,28 +189,26 @@ class Guard:
             ticket.named = True
         ticket.position, ticket.on_death = extras.belayer_position, extras.belayer_on_death
         if extras.request_id is not None or ticket.position is not None:
-            ticket.repeats = self._check_id(NAMES[path].format(extras.request_id), extras)
+            ticket.repeats = await self._check_id(NAMES[path].format(extras.request_id), extras)
         if ticket.position and not _shape(body).is_one_stream():
             raise Declined(409, "refused", "only a request with one prompt and n=1 has a position; ask for position 0")
 
-    def _check_id(self, name: str, extras: Extras) -> bool:
+    async def _check_id(self, name: str, extras: Extras) -> bool:
         """What can be said before vLLM has read the body; the core checks again, with the content. True when a request
         of this name is known."""
-        names = (name, f"0_{name}")  # the second is the first of several choices
-        running = next((self._core.requests[self._core.named[one]] for one in names if one in self._core.named), None)
+        known = await self._heart.known((name, f"0_{name}"))  # the second is the first of several choices
         if extras.belayer_position is None:
-            if running is not None and running.readers and self._core.limits.same_id is SameId.REFUSE:
+            if known.heard and self._bounds.same_id is SameId.REFUSE:
                 said = f"request id {extras.request_id} is running already; name a position to hear it"
                 raise Declined(409, "refused", said)
-            return running is not None
+            return known.running
         if extras.belayer_position < 0:
             raise Declined(400, "bad_request", "a position is 0 or more")
-        found = running or next((past for one in names if (past := self._core.archive.get(one)) is not None), None)
         said = f"no request with id {extras.request_id or '(none given)'} is known"
-        if extras.request_id is not None and found is not None:
-            if extras.belayer_position <= len(found.tokens):
+        if extras.request_id is not None and known.tokens >= 0:
+            if extras.belayer_position <= known.tokens:
                 return True
-            said = f"request {extras.request_id} has {len(found.tokens)} known tokens"
+            said = f"request {extras.request_id} has {known.tokens} known tokens"
         raise Declined(404, "request_unknown", f"{said}; send it without a position")
 
 

@@ -27,6 +27,13 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def bind_all(config: Config) -> tuple[socket.socket, dict[str, socket.socket]]:
+    """The port of the host, and those of slots with a URL of their own."""
+    host = config.router.host
+    sock = bind(host, config.router.port)
+    return sock, {slot.name: bind(host, slot.url_port) for slot in config.slot if slot.url_port}
+
+
 def one_model(config: Config) -> Model:
     """The model of all slots. Raises ConfigInvalid when there is none or more than one."""
     names = {slot.model for slot in config.slot}

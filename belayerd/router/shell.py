@@ -103,6 +103,9 @@ class Shell:
     def abort(self, request_ids: Iterable[str], left: bool = True) -> None:
         self._step(ev.Abort(tuple(request_ids), left))
 
+    def front_lost(self, readers: Iterable[str]) -> None:
+        self._step(ev.FrontLost(tuple(readers)))
+
     def paused(self, paused: bool) -> None:
         self._step(ev.Paused(paused))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReadyResponse, FinishReason
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from belayer.errors import BadMessage, Refused
@@ -106,6 +106,20 @@ class Codec:
     @staticmethod
     def message(rows: list[Any], version: str | None) -> Any:
         return EngineCoreOutputs(outputs=rows, weight_version=version or None)
+
+    @staticmethod
+    def utility(output: Any) -> Any:
+        """The message that carries the answer to an admin call."""
+        return EngineCoreOutputs(utility_output=output)
+
+    @staticmethod
+    def check_ready(payload: bytes) -> None:
+        """Raises BadMessage for what is no ready info of an engine; none at all is one."""
+        try:
+            if payload:
+                msgspec.msgpack.decode(payload, type=EngineCoreReadyResponse)
+        except _UNREADABLE as why:
+            raise BadMessage(f"not the ready info of an engine: {why}") from why
 
     @staticmethod
     def is_stream(params: Any) -> bool:

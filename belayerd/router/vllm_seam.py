@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from argparse import Namespace
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
@@ -19,7 +19,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.entrypoints.launchers.launcher import serve_http
+from vllm.entrypoints.launchers.launcher import NoSignalServer, serve_http
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMServerError
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -44,6 +44,7 @@ __all__ = [
     "EngineDeadError",
     "GenerationError",
     "GracefulHTTPError",
+    "NoSignalServer",
     "build_app",
     "check",
     "init_app_state",
@@ -109,11 +110,11 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 def make_engine(
-    args: Namespace, make_client: Callable[..., Any], healthy: Callable[[], bool], leaving: ContextVar[bool]
+    args: Namespace, make_client: Callable[..., Any], healthy: Callable[[], Awaitable[bool]], leaving: ContextVar[bool]
 ) -> Any:
     """vLLM's AsyncLLM over the client that ``make_client(vllm_config, renderer, log_stats)`` returns.
 
-    ``healthy``: /health and /ping answer 503 while it is False. ``leaving`` is True inside the aborts of requests
+    ``healthy``: /health and /ping answer 503 while it says False. ``leaving`` is True inside the aborts of requests
     whose client went away. Call it inside the running event loop.
     """
 
@@ -146,7 +147,7 @@ def make_engine(
 
         async def check_health(self) -> None:
             await super().check_health()
-            if not healthy():
+            if not await healthy():
                 raise EngineDeadError()  # vLLM's routes know this one: 503
 
     config = AsyncEngineArgs.from_cli_args(args).create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)

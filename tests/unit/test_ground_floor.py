@@ -226,7 +226,7 @@ def test_a_good_file_has_absolute_model_paths(tmp_path: Path, model: Path) -> No
         (GOOD + "hang_limit_s = 0.01\n", ["slot[0].hang_limit_s", "policy.poll_s"]),
         (GOOD + "kv_bytes = -1\n", ["slot[0].kv_bytes"]),
         (GOOD + "block_size = 16\n", ["slot[0].block_size", "multiple of 32"]),
-        (GOOD + "[router]\nfronts = 2\n", ["router.fronts", "not built", "url_port"]),
+        (GOOD + "[router]\nfronts = 0\n", ["router.fronts"]),
         (GOOD + "tensor_parallel = 0\n", ["slot[0].tensor_parallel"]),
         (GOOD + "tensor_parallel = 2\nkv_reuse = true\n", ["slot[0].kv_reuse", "tensor_parallel"]),
         (

@@ -1,0 +1,306 @@
+"""Where the fronts of this router are heard and told: one ROUTER socket, each front's readers, each front's backlog.
+
+A front that is stopped or too slow holds nobody else: what it has not read is counted, and one that leaves too much
+unread, or does not answer for too long, is to be killed. Its readers are lost then, like those of any dead front.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from belayer import clock
+from belayer.errors import BelayerError, Refused
+from belayer.rpc import to_reply
+from belayerd.router import events as ev
+from belayerd.router import front_wire as fw
+from belayerd.router.local_heart import LocalHeart
+
+BEAT_S = 0.5
+START_S = 120.0  # from its fork until a front serves: tokenizer and routes, about a second
+MOST_UNREAD = 256 << 20  # bytes; beyond what keep_finished_mb may make one answer big
+_words: msgspec.msgpack.Decoder[tuple[str, ...]] = msgspec.msgpack.Decoder(tuple[str, ...])
+_numbers: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(int)
+_reasons: msgspec.msgpack.Decoder[dict[str, int]] = msgspec.msgpack.Decoder(dict[str, int])
+_statuses: msgspec.msgpack.Decoder[dict[int, int]] = msgspec.msgpack.Decoder(dict[int, int])
+
+
+@dataclass
+class Side:
+    """One life of one front. ``sent``, ``read``: bytes. ``asked_at``: of the oldest beat without an answer."""
+
+    number: int
+    born_at: float
+    pid: int = 0  # until the zygote has said it
+    sent: int = 0
+    read: int = 0
+    asked_at: float | None = None
+    serving: bool = False
+    added: int = 0
+    given_up: bool = False
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    aborting: dict[int, asyncio.Future[int]] = field(default_factory=dict)  # how many it has ended, by question
+
+
+class FrontDoor:
+    """Make it inside the running event loop; ``serve`` until cancelled, then ``close``. ``give_up`` is called, once,
+    with the identity of a front that is to be killed; ``scrape`` gives the router's own metrics."""
+
+    def __init__(
+        self, path: Path, heart: LocalHeart, codec: Any, silence_s: float, log: Any, most_unread: int = MOST_UNREAD
+    ) -> None:
+        self._heart, self._codec, self._silence_s, self._log = heart, codec, silence_s, log
+        self._most_unread = most_unread
+        self.sides: dict[bytes, Side] = {}
+        self._readers: dict[str, bytes] = {}  # reader -> identity of its front
+        self.changed = asyncio.Event()  # a front serves
+        self.give_up: Callable[[bytes], None] = lambda identity: None
+        self.scrape: Callable[[], bytes] = lambda: b""
+        self._number = 0
+        self._sends: set[Awaitable[Any]] = set()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, 0)  # bounded by what is unread, which zmq does not tell
+        self._socket.set(zmq.RCVHWM, 0)
+        self._path = path
+        path.unlink(missing_ok=True)
+        old = os.umask(0o177)
+        try:
+            self._socket.bind(f"ipc://{path}")
+        finally:
+            os.umask(old)
+
+    def expect(self, identity: bytes, number: int) -> Side:
+        """A life of a front begins; what others say is dropped."""
+        side = self.sides[identity] = Side(number, clock.monotonic())
+        return side
+
+    def lost(self, identity: bytes) -> None:
+        """It has been seen dead."""
+        side = self.sides.pop(identity)
+        for task in side.tasks:
+            task.cancel()
+        for future in side.aborting.values():
+            if not future.done():
+                future.set_result(0)
+        readers = [reader for reader, front in self._readers.items() if front == identity]
+        for reader in readers:
+            del self._readers[reader]
+        if readers:
+            self._log.warning("front_readers_lost", front=side.number, pid=side.pid, requests=len(readers))
+            self._heart.front_lost(readers)
+
+    async def serve(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._beat())
+            while True:
+                identity, *frames = await self._socket.recv_multipart()
+                side = self.sides.get(identity)
+                if side is None or side.given_up or not frames:
+                    continue  # a dead life, whose readers are lost already
+                try:
+                    self._hear(identity, side, frames[0], frames[1:])
+                except fw.UNREADABLE as why:
+                    self._give_up(identity, side, f"it sent a message {frames[0][:16]!r} that cannot be read: {why}")
+
+    def close(self) -> None:
+        for side in self.sides.values():
+            for task in side.tasks:
+                task.cancel()
+        self._socket.close()
+        self._context.term()
+        self._path.unlink(missing_ok=True)
+
+    # -- from fronts ------------------------------------------------------------------------------------------
+
+    def _hear(self, identity: bytes, side: Side, kind: bytes, rest: Sequence[bytes]) -> None:
+        match kind:
+            case b"add":
+                self._add(identity, side, fw.read_add(rest[0]))
+            case b"abort":
+                left = bool(msgspec.msgpack.decode(rest[1], type=bool))
+                ids = [reader for reader in _words.decode(rest[0]) if self._readers.get(reader) == identity]
+                for reader in ids:
+                    del self._readers[reader]
+                self._heart.abort(ids, left)
+            case b"ask":
+                question = fw.questions.decode(rest[1])
+                self._run(side, self._answer(identity, rest[0], question, rest[2:]))
+            case b"heard":
+                side.read, side.asked_at = _numbers.decode(rest[0]), None
+            case b"count":
+                self._heart.declined.update(_reasons.decode(rest[0]))
+                self._heart.mistakes.update(_statuses.decode(rest[1]))
+            case b"aborted":
+                future = side.aborting.get(_numbers.decode(rest[0]))
+                if future is not None and not future.done():
+                    future.set_result(_numbers.decode(rest[1]))
+            case b"hello":
+                ready = self._heart.first_ready
+                self._send(identity, [b"welcome", *([] if ready is None else [ready])])
+            case b"serving":
+                side.serving = True
+                self._log.info("front_serves", front=side.number, pid=side.pid)
+                self.changed.set()
+            case _:
+                raise ValueError("no such kind")
+
+    def _add(self, identity: bytes, side: Side, event: ev.Add) -> None:
+        if event.request_id in self._readers:  # vLLM's random suffix has met itself: the other one is not disturbed
+            error = Refused(f"request {event.request_id} is already running", remedy="send it again")
+            self._send(identity, [b"fail", fw.pack(fw.Failed.of(event.request_id, error, True))])
+            return
+        side.added += 1
+        self._readers[event.request_id] = identity
+        self._heart.add(event)
+
+    def _run(self, side: Side, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        side.tasks.add(task)
+        task.add_done_callback(side.tasks.discard)
+
+    async def _answer(self, identity: bytes, number: bytes, question: Any, frames: Sequence[bytes]) -> None:
+        more: Sequence[bytes] = ()
+        try:
+            value = await self._value(identity, question, frames)
+        except BelayerError as error:
+            self._send(identity, [b"sorry", number, fw.pack(to_reply(error))])
+            return
+        if isinstance(question, fw.Call):
+            value, more = None, self._codec.encode(self._codec.utility(value))
+        self._send(identity, [b"answer", number, fw.pack(value), *more])
+
+    async def _value(self, identity: bytes, question: Any, frames: Sequence[bytes]) -> Any:
+        match question:
+            case fw.Full():
+                return await self._heart.full()
+            case fw.KnownId():
+                return await self._heart.known(question.names)
+            case fw.Serving():
+                return await self._heart.serving(question.slot)
+            case fw.Slots():
+                return await self._heart.slots(question.within_s, question.slot)
+            case fw.Call():
+                return await self._heart.call(question.slot, question.call_id, frames)
+            case fw.Pausing():
+                return await self._heart.pausing(question.slots, question.paused)
+            case fw.Scrape():
+                return self.scrape()
+            case fw.AbortElsewhere():
+                return await self._abort_elsewhere(identity, question.names)
+
+    async def _abort_elsewhere(self, asking: bytes, names: Sequence[str] | None) -> int:
+        """A front that dies meanwhile has ended all of its own; see ``lost``."""
+        others = [one for one, side in self.sides.items() if one != asking and side.serving and not side.given_up]
+        self._number += 1
+        number = self._number
+        waiting = []
+        for identity in others:
+            future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            self.sides[identity].aborting[number] = future
+            waiting.append(future)
+            self._send(identity, [b"abort", fw.pack(number), fw.pack(names)])
+        try:
+            return sum(await asyncio.gather(*waiting))
+        finally:
+            for identity in others:
+                if identity in self.sides:
+                    del self.sides[identity].aborting[number]
+
+    # -- to fronts --------------------------------------------------------------------------------------------
+
+    def deliver(self, slot: str, generation: int, outputs: Any) -> None:
+        """Each front gets the rows of its readers; statistics of the engine go to one front, or their sum over all
+        would count them several times."""
+        rows: dict[bytes, list[Any]] = {}
+        for row in outputs.outputs:
+            front = self._readers.get(row.request_id)
+            if front is None:
+                continue
+            if row.finish_reason is not None:
+                del self._readers[row.request_id]
+            rows.setdefault(front, []).append(row)
+        counts = self._counting() if outputs.scheduler_stats is not None else None
+        if counts is not None:
+            rows.setdefault(counts, [])
+        head = fw.pack((slot, generation))
+        for front, mine in rows.items():
+            part = copy.copy(outputs)
+            part.outputs = mine
+            part.scheduler_stats = outputs.scheduler_stats if front == counts else None
+            self._send(front, [b"out", head, *self._codec.encode(part)])
+
+    def _counting(self) -> bytes | None:
+        serving = [(side.number, one) for one, side in self.sides.items() if side.serving and not side.given_up]
+        return min(serving)[1] if serving else None
+
+    def _to_reader(self, reader: str, frames: Sequence[bytes], ends: bool) -> None:
+        front = self._readers.get(reader)
+        if front is None:
+            return
+        if ends:
+            del self._readers[reader]
+        self._send(front, frames)
+
+    def replay(self, told: ev.Replay) -> None:
+        self._to_reader(told.reader, [b"replay", fw.pack(told)], bool(told.finish))
+
+    def cut(self, reader: str) -> None:
+        self._to_reader(reader, [b"cut", reader.encode()], True)
+
+    def fail(self, reader: str, error: BelayerError) -> None:
+        self._to_reader(reader, [b"fail", fw.pack(fw.Failed.of(reader, error, False))], True)
+
+    def refuse(self, reader: str, error: BelayerError) -> None:
+        self._to_reader(reader, [b"fail", fw.pack(fw.Failed.of(reader, error, True))], True)
+
+    def ready(self, payload: bytes) -> None:
+        self._codec.check_ready(payload)
+        for identity in list(self.sides):
+            self._send(identity, [b"ready", payload])
+
+    def _send(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        side = self.sides.get(identity)
+        if side is None or side.given_up:
+            return
+        side.sent += sum(map(len, frames))
+        sent = asyncio.ensure_future(self._socket.send_multipart([identity, *frames]))
+        if not sent.done():
+            self._sends.add(sent)
+            sent.add_done_callback(self._sends.discard)
+        if side.sent - side.read > self._most_unread:
+            self._give_up(identity, side, f"it left {side.sent - side.read} bytes unread")
+
+    # -- fronts that hear nothing -----------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        while True:
+            now = clock.monotonic()
+            for identity, side in list(self.sides.items()):
+                if side.given_up:
+                    continue
+                if not side.serving:
+                    if now - side.born_at > START_S:
+                        self._give_up(identity, side, f"it did not serve within {START_S:g} s")
+                    continue
+                if side.asked_at is not None and now - side.asked_at > self._silence_s:
+                    self._give_up(identity, side, f"it did not answer for {self._silence_s:g} s")
+                    continue
+                side.asked_at = now if side.asked_at is None else side.asked_at
+                self._send(identity, [b"beat", fw.pack(side.sent)])
+            await asyncio.sleep(BEAT_S)
+
+    def _give_up(self, identity: bytes, side: Side, why: str) -> None:
+        side.given_up = True
+        self._log.error("front_given_up", front=side.number, pid=side.pid, why=why)
+        self.give_up(identity)
