@@ -93,10 +93,10 @@ class Router(_Section, frozen=True, kw_only=True):
     ``request_deadline_s``: how long an interrupted or new request may wait without a worker; ``silence_s``: how long a
     worker may have one without a word; ``link_silence_s``: how long a worker or a front may not answer;
     ``read_deadline_s``: how long a client may take to send a request. ``journal_sync``: when the disk is waited for.
-    ``same_id``: a second request with the id of a running one is refused, or hears the same stream. ``on_death``: what becomes of requests
-    whose worker dies and who say nothing. ``tool_parser``, ``reasoning_parser``: vLLM's names of them for this model
-    ("": no tool calls, no reasoning). ``reasoning_start``, ``reasoning_end``: the text that opens the
-    thinking and the one that is forced when thinking_token_budget is used up ("": those of the parser). ``fronts``:
+    ``same_id``: a second request with the id of a running one is refused, or hears the same stream. ``on_death``: what
+    becomes of requests whose worker dies and who say nothing. ``tool_parser``, ``reasoning_parser``: vLLM's names of
+    them for this model ("": no tool calls, no reasoning). ``reasoning_start``, ``reasoning_end``: the text that opens
+    the thinking and the one that is forced when thinking_token_budget is used up ("": those of the parser). ``fronts``:
     processes that answer on the ports; 1: the router itself does."""
 
     host: Text = "127.0.0.1"
