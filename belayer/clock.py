@@ -20,6 +20,11 @@ def wall() -> float:
     return time.time()
 
 
+def cpu_clock_s(number: int) -> float:
+    """Seconds on the CPU clock ``number`` of a process. Raises OSError when that has ended."""
+    return time.clock_gettime(number)
+
+
 class Clock(Protocol):
     """What a shell needs of time, so that a test can hold the hands still."""
 

@@ -88,6 +88,12 @@ _STARVED = 10.0
 _WANTS_CPU = frozenset("RD")
 
 
+def look_every(poll_s: float, limits: Limits) -> float:
+    """Seconds between two looks at a heartbeat. A death is told by its pidfd; a hang may be seen a fortieth of its
+    limit later, for which belayerd sleeps the rest of the time."""
+    return max(poll_s, limits.hang_limit_s / 40)
+
+
 def gap(limits: Limits) -> float:
     """Seconds between two looks that count as watched; a longer gap is the watcher's own, not the worker's silence."""
     return limits.hang_limit_s / 4

@@ -155,7 +155,7 @@ class SlotShell:
             now = monotonic()
             for watched in list(self._watched.values()):
                 watched.look(now, self._limits)
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(policy.look_every(self._poll_s, self._limits))
 
     async def _consume(self) -> None:
         while True:

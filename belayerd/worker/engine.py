@@ -1,8 +1,8 @@
 """The worker's one loop: poll the socket, feed the engine, step, send, beat.
 
 One thread does all of it, so that a beat proves that steps can still be taken, and so that nothing needs a lock. An
-idle turn ends after 20 ms at most. Peers are told apart by their ZeroMQ identity: two bytes are a front (its client
-index), ``belayerd`` is the control plane.
+idle turn ends with the next beat at the latest. Peers are told apart by their ZeroMQ identity: two bytes are a front
+(its client index), ``belayerd`` is the control plane.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from belayerd.worker.adapter.reuse import Reuse
 from belayerd.worker.adapter.seat import seat
 from belayerd.worker.following import Following
 from belayerd.worker.fronts import Fronts
-from belayerd.worker.heart import EVERY_S, Heart
+from belayerd.worker.heart import Heart
 from belayerd.worker.priority import come_back
 from belayerd.worker.standby import same_oracle, take_oracle
 from gpuowner.attach import ArenaView, WeightsView
@@ -151,8 +151,11 @@ class Engine:
 
     def run(self) -> None:
         core, heart, following = self._core, self._heart, self._following
+        ran = False
         while not self._leaving:
-            if (core.has_work() and not following.paused) or self._line.wait(EVERY_S):
+            # After the last step one turn more at once: it tells whoever waits for the engine to be idle.
+            busy = ran or core.has_work()
+            if (busy and not following.paused) or self._line.wait(heart.every_s):
                 self._take_messages()
             if following.paused:
                 heart.hold(*core.counts())

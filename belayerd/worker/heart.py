@@ -1,4 +1,4 @@
-"""The worker's heartbeat: written by the scheduler loop itself, at most every 20 ms, also when idle.
+"""The worker's heartbeat: written by the scheduler loop itself, twenty times in a hang limit, also when idle.
 
 Legal silence is announced first. A step that will take long (a long prefill) announces a deadline scaled by its
 number of tokens and by the slowest rate seen so far; the load and the warm-up announce the slot's start deadline.
@@ -10,7 +10,8 @@ from belayer.clock import monotonic
 from belayer.heartbeat import Beat
 from belayer.messages.worker import PAUSED
 
-EVERY_S = 0.02
+_PER_LIMIT = 20  # beats: one that is late by its whole distance moves the watcher's judgement by a twentieth
+_LEAST_S, _MOST_S = 0.02, 0.1  # an idle worker wakes at each beat, for nothing else
 _MARGIN = 4.0  # a step may be this much slower than the slowest seen before it counts as a hang
 _FIRST_RATE = 0.01  # seconds per token, before any step was timed
 _WORST_RATE = 0.1  # one stalled step must not make the watcher patient for ever
@@ -22,6 +23,7 @@ class Heart:
 
     def __init__(self, beat: Beat, hang_limit_s: float) -> None:
         self._beat, self._hang_limit_s = beat, hang_limit_s
+        self.every_s = min(max(hang_limit_s / _PER_LIMIT, _LEAST_S), _MOST_S)
         self._last = 0.0
         self._rate = 0.0
         self._began, self._tokens_now = 0.0, 0
@@ -39,7 +41,7 @@ class Heart:
         now = monotonic()
         self._announced_until = 0.0
         self.running, self.waiting = running, waiting
-        if phase != self.phase or now - self._last >= EVERY_S:
+        if phase != self.phase or now - self._last >= self.every_s:
             self.phase = phase
             self._write(now, 0.0)
 
@@ -48,7 +50,7 @@ class Heart:
         self.running, self.waiting = running, waiting
         now = monotonic()
         self._announced_until = 0.0
-        if self.phase != phase or now - self._last >= EVERY_S:
+        if self.phase != phase or now - self._last >= self.every_s:
             self.phase = phase
             self._write(now, self._hang_limit_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,13 @@ def test_a_standby_refuses_requests_and_becomes_main(stack: WorkerStack, main: W
         main.control.call(w.BecomeMain(generation=1), Done)
     with pytest.raises(Refused, match="already holds"):
         main.control.call(w.TakeArena(epoch=9), Done)
+
+
+def test_an_idle_worker_has_one_thread_that_polls(main: Worker) -> None:
+    """R8: torch would make one for each of vLLM's 13 process groups, each waking a hundred times a second."""
+    tasks = Path(f"/proc/{main.pid}/task").iterdir()
+    names = [(task / "comm").read_text().strip() for task in tasks]
+    assert names.count("gloo_tcp_loop") == 1, sorted(names)
 
 
 @pytest.mark.parametrize("feature", list(FEATURES))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from belayer.heartbeat import Observation, Pulse
@@ -50,6 +51,13 @@ def test_a_gap_between_looks_is_far_below_a_hang() -> None:
     """So that no gap alone, however long, can be taken for one (tests/unit/test_worker_heart.py)."""
     assert 0 < policy.gap(LIMITS) < LIMITS.hang_limit_s / 2
     assert hang(seen(policy.gap(LIMITS)), Vital("S", 0), LIMITS) == ""
+
+
+@pytest.mark.parametrize(("hang_s", "every_s"), [(0.2, 0.02), (0.8, 0.02), (2.0, 0.05), (20.0, 0.5)])
+def test_looks_are_as_many_as_a_hang_needs(hang_s: float, every_s: float) -> None:
+    limits = msgspec.structs.replace(LIMITS, hang_limit_s=hang_s)
+    assert policy.look_every(0.02, limits) == pytest.approx(every_s)
+    assert 2 * policy.look_every(0.02, limits) <= policy.gap(limits), "two looks before a gap counts"
 
 
 def test_backoff_doubles_and_is_capped() -> None:

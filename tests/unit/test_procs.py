@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -82,3 +83,19 @@ def test_what_does_not_die_is_named() -> None:
     alive = os.pidfd_open(os.getpid())
     assert procs.wait_dead([alive], 0.05) == [alive]
     os.close(alive)
+
+
+def test_the_cpu_time_of_a_process_is_that_of_all_its_threads() -> None:
+    """And nothing of a process that has ended: its number may be another's."""
+    script = "import hashlib, threading\ndef burn():\n while True: hashlib.sha256(bytes(1 << 20)).digest()\n"
+    script += "threading.Thread(target=burn, daemon=True).start()\nthreading.Event().wait()"
+    child = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        first = procs.cpu_s(child.pid)
+        eventually(lambda: procs.cpu_s(child.pid) > first + 0.3, within=60.0)
+        ticks = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        assert procs.cpu_s(child.pid) >= sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") - 0.05
+    finally:
+        child.kill()
+        child.wait(10)
+    assert procs.cpu_s(child.pid) == 0.0

@@ -48,6 +48,14 @@ def test_the_rate_is_what_was_seen_once_a_step_was_timed(file: Path) -> None:
     assert (pulse(file).phase, pulse(file).deadline_s) == ("step", 0.0)
 
 
+@pytest.mark.parametrize(("hang_s", "every_s"), [(0.2, 0.02), (0.5, 0.025), (1.0, 0.05), (2.0, 0.1), (60.0, 0.1)])
+def test_beats_are_as_many_as_a_hang_limit_needs(file: Path, hang_s: float, every_s: float) -> None:
+    """An idle worker wakes for nothing else, and ten beats fit into the shortest limit that the config takes."""
+    heart = Heart(Beat(file), hang_limit_s=hang_s)
+    assert heart.every_s == pytest.approx(every_s)
+    assert heart.every_s <= hang_s / 10
+
+
 def test_an_announced_phase_is_written_at_once(file: Path) -> None:
     heart = Heart(Beat(file), hang_limit_s=1.0)
     for phase in ("loading", "warm-up: engine done"):
