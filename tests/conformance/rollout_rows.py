@@ -376,7 +376,7 @@ ROWS: tuple[Row, ...] = (
             f"{HERE}::test_row_56_many_updates_leave_no_descriptor_and_no_memory",
             f"{LEAKS}::test_nothing_is_left_of_fifty_kills",
         ),
-        "descriptors equal, less than one version more",
+        "100 updates: descriptors equal, less than one version more",
     ),
     Row(
         "57",

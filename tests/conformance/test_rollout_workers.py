@@ -34,7 +34,7 @@ LOGS = CACHE / "logs/test_rollout_workers"
 FULL_SHM = 'mount -t tmpfs -o size=64k none /dev/shm; cat /dev/zero >/dev/shm/full 2>/dev/null; exec "$@"'
 AROUND = ("unshare", "--mount", "--propagation", "private", "sh", "-c", FULL_SHM, "sh")
 BODY = completion(64, ignore_eos=True, temperature=0.9, seed=5)
-UPDATES = 12
+UPDATES = 100
 
 
 @pytest.fixture(scope="module")

@@ -177,9 +177,9 @@ def test_a_shadow_whose_rank_stands_still_while_idle_is_replaced(host: LocalHost
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("again", "it is at call "),
-        ("step", "it heard another step than the leader said"),
-        ("weights", "it computes with weights v9"),
+        ("again", "pulse: it is at call "),
+        ("step", "execute_model: it heard another step than the leader said"),
+        ("weights", "execute_model: it computes with weights v9"),
     ],
 )
 def test_ranks_that_come_apart_are_a_failure_of_the_group(
@@ -189,6 +189,8 @@ def test_ranks_that_come_apart_are_a_failure_of_the_group(
     before = slot(host.until_protected(), "slot0")
     streams = {name: stream(host, name) for name in BODIES}
     eventually(lambda: all(len(one.seen.token_ids) >= 8 for one in streams.values()), within=60, what="tokens")
+    if how == "again":  # of a group at rest
+        assert {name: facts(one.result(120)) for name, one in streams.items()} == truth
     with host.sabotage(f"apart {how}"):
         eventually((host.paths.run / "sabotage.begun").exists, within=60, what="the rank goes its own way")
         host.until("the handover", lambda s: slot(s, "slot0").generation > before.generation, 120.0)
@@ -197,7 +199,7 @@ def test_ranks_that_come_apart_are_a_failure_of_the_group(
 
     def told() -> bool:
         last = slot(host.status(), "slot0").last_incident
-        return last is not None and "have come apart in execute_model: " + said in last.detail
+        return last is not None and f"have come apart in {said}" in last.detail
 
     eventually(told, within=30, what="the incident says how")
     assert slot(host.until_protected(), "slot0").generation == before.generation + 1

@@ -113,8 +113,8 @@ def failing(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def drifting(real: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
-    """What a rank of a main hears of its leader in a step that goes on with a request, once, and said: ``apart again``,
-    the same call twice; ``apart step``, another position; ``apart weights``, with a version of its own."""
+    """What a rank of a main hears of its leader, once, and said: ``apart again``, while idle, the same call twice; in a
+    step that goes on with a request: ``apart step``, another position; ``apart weights``, with a version of its own."""
     twice: list[bytes] = []
 
     def receive(line: Any) -> bytes:
@@ -126,12 +126,14 @@ def drifting(real: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
         if kind != "apart" or seat().ranks is not None or seat().arena.epoch < 0:
             return data
         method, args, serial = msgspec.msgpack.decode(data)
+        if how == "again":
+            if method == "pulse" and once():
+                twice.append(data)
+            return data
         step = msgspec.msgpack.decode(args) if method == "execute_model" else [[], [[]]]
         if not step[1][0] or not once():  # no request that was in a step before
             return data
         match how:
-            case "again":
-                twice.append(data)
             case "step":
                 step[1][5][0] -= 1  # num_computed_tokens
                 return msgspec.msgpack.encode((method, msgspec.msgpack.encode(step), serial))
