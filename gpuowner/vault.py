@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from belayer import procs
-from gpuowner import ledger
+from gpuowner import ledger, resplit
 from gpuowner.arenas import ArenaEntry, Arenas
 from gpuowner.backends.choice import MemfdMaker
 from gpuowner.backends.port import Maker
@@ -81,11 +81,18 @@ class Vault:
         last = ledger.last(self._path)
         for arena in last.arenas if last else ():
             self._revive_arena(arena, found.pop(arena.memory, None))
+        parted: dict[str, list[WeightsRow]] = {}
         for row in last.weights if last else ():
+            source = sources.get(row.model)
+            if source is not None and resplit.other_parts(row, source):
+                parted.setdefault(row.model, []).append(row)
             stopped = last is not None and last.stopped
             again = self._revive_model(row, found.pop(row.memory, None), sources, stopped=stopped)
             if again is not None:
                 self.to_load[row.model, row.rank] = again
+        for model, rows in parted.items():
+            for row in resplit.rows_to_load(rows, sources[model]):
+                self.to_load[model, row.rank] = row
         self.keeping.save()
         for name, fd in found.items():  # a death between the store and the ledger left them; nobody was told of them
             self._forget(name, fd, "no ledger row names it")

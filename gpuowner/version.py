@@ -22,13 +22,15 @@ SWAP, IN_PLACE = "swap", "in_place"
 
 @dataclass(frozen=True)
 class Source:
-    """What the configuration says of a model; a client never names a path."""
+    """What the configuration says of a model; a client never names a path. ``kept``: where vLLM's answers about its
+    layout are kept, None for the usual place."""
 
     folder: Path
     dtype: str
     update: str = SWAP
     huge_pages: str = "off"
     ranks: int = 1
+    kept: Path | None = None
 
     def text(self) -> str:
         """Differs when the configuration asks for other bytes or another kind of memory."""
@@ -39,7 +41,7 @@ class Source:
         """The part of tensor-parallel rank ``rank``; all of it when there is one rank."""
         return load(
             model, self.folder, self.dtype, progress, seal=self.update == SWAP, huge_pages=self.huge_pages,
-            rank=rank, ranks=self.ranks,
+            kept=self.kept, rank=rank, ranks=self.ranks,
         )  # fmt: skip
 
 

@@ -16,11 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from belayer import statefile
 from belayer.errors import Refused, WeightsTorn
 from belayer.messages import owner as m
-from gpuowner import core, ledger
+from gpuowner import core, ledger, recipes
 from gpuowner.digest import chunk_digests, root_digest
 from gpuowner.keeping import Caller, Store
+from gpuowner.recipe import Param, Piece, Recipe
+from gpuowner.safetensors_file import read_model
 from gpuowner.store import HolderStore, end_holder
 from gpuowner.vault import Vault
 from gpuowner.version import IN_PLACE, SWAP, Job, Source
@@ -449,3 +452,50 @@ def test_ranks_of_a_model_are_allocations_of_their_own(places: Callable[[], Plac
     assert {key: row.from_files for key, row in vault.to_load.items()} == {("m", 0): True, ("m", 1): False}
     assert len(vault.lost) == 1, "the torn rank cannot be loaded again as if nothing had happened"
     store.close()
+
+
+def test_other_parts_of_unchanged_files_keep_their_version(places: Callable[[], Place], tmp_path: Path) -> None:
+    """tensor_parallel raised, lowered, and raised over other files: one number for all parts, and another one for other
+    bytes only. A death between the parts changes nothing of it."""
+    folder, kept, place = tmp_path / "m", tmp_path / "kept", places()
+    kept.mkdir()
+
+    def written(seed: int) -> None:
+        tiny_model(folder, seed, SIZE)
+        tensors = read_model(folder)
+        for rank in (0, 1):  # a half each, as it would be vLLM's to say
+            count = SIZE // 4 // 2
+            piece = Piece("w", "w", (count,), rank * count, (1,), 0, (1,))
+            half = Recipe(params=(Param("w", (count,)),), pieces=(piece,))
+            statefile.save(recipes.answer_path(folder, tensors, "float32", kept, rank, 2), half)
+
+    def reborn(ranks: int, loads: int) -> dict[int, tuple[int, str]]:
+        """Number and digest of each part, in a life that asks for ``ranks`` of them and loads ``loads``."""
+        source = Source(folder, "float32", IN_PLACE, ranks=ranks, kept=kept)
+        place.sources = {"m": source}
+        vault, store = place.revived()
+        for rank in range(loads):
+            if ("m", rank) not in vault.models.entries:
+                vault.models.load("m", rank, source, lambda done, of, rate: None, vault.to_load.get(("m", rank)))
+        vault.keeping.save()
+        found = {rank: entry.weights.version for (_, rank), entry in vault.models.entries.items()}
+        said = {rank: (number, vault.models.entries["m", rank].info().digest) for rank, number in found.items()}
+        for entry in vault.models.entries.values():
+            assert entry.weights.state is core.WeightsState.SEALED
+            assert entry.version is not None
+            entry.version.memory.close()
+        store.close()
+        return said
+
+    written(seed=1)
+    one = reborn(ranks=1, loads=1)
+    assert {number for number, _ in one.values()} == {1}
+    assert set(reborn(ranks=2, loads=1)) == {0}, "this life ends between the two parts"
+    two = reborn(ranks=2, loads=2)
+    assert {rank: number for rank, (number, _) in two.items()} == {0: 1, 1: 1}
+    assert len({digest for _, digest in (*one.values(), *two.values())}) == 3
+    assert reborn(ranks=1, loads=1) == one
+    written(seed=2)
+    other = reborn(ranks=2, loads=2)
+    assert {rank: number for rank, (number, _) in other.items()} == {0: 2, 1: 2}
+    assert reborn(ranks=1, loads=1)[0][0] == 2
