@@ -12,6 +12,7 @@ from typing import Any
 from belayer import clock
 from belayer.errors import BadMessage, BelayerError, ErrorCode, Refused
 from belayerd.router import events as ev
+from belayerd.router import fidelity
 from belayerd.router import vllm_seam as seam
 from belayerd.router.heart import Heart
 from belayerd.router.local_heart import FRONT
@@ -105,7 +106,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
                 frames=self._codec.encode(request),
                 external_id=request.external_req_id or "",
                 session=request.session_id or "",
-                continuable=params is not None,
+                continuable=fidelity.continuable(request),
                 name=name,
                 digest=self._codec.digest(request) if name else b"",
                 position=ticket.position,

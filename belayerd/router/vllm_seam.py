@@ -21,6 +21,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import NoSignalServer, serve_http
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMServerError
+from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
@@ -29,6 +30,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.version import __version__ as VERSION
 
 from belayer.errors import HostUnfit
+from belayerd.router import fidelity
 from belayerd.router.ticket import TICKET
 from belayerd.router.vllm_codec import Codec
 
@@ -84,6 +86,7 @@ def problems(
     client: Any = AsyncMPClient,
     resources: Any = BackgroundResources,
     structs: Sequence[Any] = (EngineCoreOutputs, EngineCoreOutput, EngineCoreRequest),
+    sampling: Any = SamplingParams,
 ) -> Iterator[str]:
     """Each thing that is not as needed, in words. The arguments are this vLLM's own; a test gives others."""
     if not version.startswith(PINNED):
@@ -98,6 +101,8 @@ def problems(
         missing = set(wanted.split()) - set(kind.__struct_fields__)
         if missing:
             yield f"{kind.__name__} lacks {', '.join(sorted(missing))}"
+    if new := fidelity.unknown(sampling.__struct_fields__, structs[-1].__struct_fields__):
+        yield f"its requests have {', '.join(new)}, of which nobody has said what becomes of it when a worker dies"
     if "engine_dead" not in resources.__dataclass_fields__:
         yield f"{resources.__name__}.engine_dead is missing"
 

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from belayer.errors import BadMessage, Refused
 from belayerd.router import events as ev
+from belayerd.router import fidelity
 from belayerd.router import vllm_seam as seam
 from belayerd.router.records import Span
 
@@ -24,6 +26,37 @@ from belayerd.router.records import Span
 def test_this_vllm_fits() -> None:
     seam.check()
     assert list(seam.problems()) == []
+
+
+def test_every_field_of_a_request_is_classified_and_no_other() -> None:
+    """A field that a later vLLM adds keeps the router from starting until it is looked at."""
+    assert set(fidelity.SAMPLING) == set(SamplingParams.__struct_fields__)
+    assert set(fidelity.REQUEST) == set(EngineCoreRequest.__struct_fields__)
+    (said,) = seam.problems(sampling=msgspec.defstruct("Later", [*SamplingParams.__struct_fields__, "second_thoughts"]))
+    assert "second_thoughts, of which nobody has said" in said
+
+
+def request(**more: Any) -> EngineCoreRequest:
+    fields = dict.fromkeys(EngineCoreRequest.__struct_fields__) | {
+        "request_id": "r",
+        "sampling_params": SamplingParams(),
+    }
+    return EngineCoreRequest(**(fields | {"resumable": False, "abort_immediately": False} | more))
+
+
+def test_what_nobody_has_cut_is_not_continued() -> None:
+    assert fidelity.continuable(request())
+    assert fidelity.continuable(request(mm_features=[], cache_salt="salt", priority=3, reasoning_ended=True))
+    image, lora = np.zeros(1), object()
+    kinds: list[dict[str, Any]] = [
+        {"sampling_params": None},
+        {"mm_features": [image]},
+        {"lora_request": lora},
+        {"prompt_embeds": image},
+        {"resumable": True},
+    ]
+    for untried in kinds:
+        assert not fidelity.continuable(request(**untried))
 
 
 class Elsewhere:

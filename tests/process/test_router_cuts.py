@@ -376,6 +376,30 @@ def test_many_streams_and_many_deaths_not_one_token_lost_or_doubled(host: Router
     assert host.status().tokens_total == start + sum(40 + n for n in range(40))
 
 
+def test_a_beam_search_goes_on_through_a_death(host: RouterHost) -> None:
+    """Each of its tokens is a request of its own: none needs to be continued, and all find a worker."""
+    body = {"model": "smollm2", "prompt": "x", "max_tokens": 8, "n": 2, "use_beam_search": True, "temperature": 0}
+
+    def search() -> Any:
+        answer = httpx.post(f"{host.url}/v1/completions", json=body, timeout=60).json()
+        return [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]], answer["usage"]
+
+    reference = host.worker("s2")
+    truth = search()
+    host.unregister(reference, gone=True, reason="planned: reference is done")
+    before = fresh(host, "s0")
+    first = host.worker("s0", "--step-ms", "150")
+    got: list[Any] = []
+    thread = threading.Thread(target=lambda: got.append(search()), daemon=True)
+    thread.start()
+    eventually(lambda: before + 3 <= fresh(host, "s0"), within=60, what="the search is in its midst")
+    die(host, first)
+    assert not got
+    host.worker("s0")
+    thread.join(60)
+    assert got == [truth]
+
+
 def test_admin_routes_reach_all_workers(host: RouterHost) -> None:
     host.worker("s0")
     host.worker("s1")
