@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -87,6 +88,13 @@ def load(folder: Path, name: str) -> Pair:
     if secret is None or zmq.curve_public(secret) != public:
         raise ConfigInvalid(f"{path} holds no pair that belongs together", remedy="belayerctl keys make")
     return Pair(public, secret)
+
+
+def of_fleet(folder: Path, name: str, peers: Iterable[str]) -> Pair:
+    """The pair of host ``name``, once it is sure that every peer's key is there too. Raises ConfigInvalid."""
+    for peer in peers:
+        key_of(folder, peer)
+    return load(folder, name)
 
 
 def admitted(folder: Path) -> dict[str, str]:

@@ -51,14 +51,16 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def demo_config(model: Path, port: int, slots: int = 2, *, extra_slot: str = "", extra: str = "") -> str:
+def demo_config(
+    model: Path, port: int, slots: int = 2, *, extra_slot: str = "", extra: str = "", host: str = "127.0.0.1"
+) -> str:
     """A small TOML for CPU slots: what examples, tests and benchmarks run."""
     parts = [f'[[model]]\nname = "smollm2"\npath = "{model}"\ndtype = "float32"\n']
     parts += [
         f'[[slot]]\nname = "slot{n}"\nmodel = "smollm2"\nkv_bytes = {128 << 20}\nmax_model_len = 2048\n{extra_slot}\n'
         for n in range(slots)
     ]
-    return "\n".join([f"[router]\nport = {port}\n", *parts, extra])
+    return "\n".join([f'[router]\nhost = "{host}"\nport = {port}\n', *parts, extra])
 
 
 def _refuse_given_up(status: HostStatusReply) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from belayer import config as configs
+from belayer import fleet_keys
 from belayer.messages.common import Done
 from belayer.messages.control import HostStatus, HostStatusReply, RestoreSlot
 from belayer.messages.sandbox import Lineages, ListLineage, ListSandboxes, SandboxList
@@ -78,6 +79,8 @@ def config() -> None:
 def check(paths: Paths, as_json: bool, timeout: float, file: Path | None) -> int:
     path = file or paths.config
     found = configs.load(path)
+    if found.fleet.listen:
+        fleet_keys.of_fleet(Path(found.fleet.keys), found.host.name, [peer.name for peer in found.peer])
     if as_json:
         emit_json(found)
     else:

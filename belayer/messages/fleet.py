@@ -20,7 +20,8 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RemoteSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot as its own host sees it. ``state``: as in the router's table of slots. ``load``: its requests, waiting
+    """A slot as its own host sees it. ``state``: as in the router's table of slots. ``weights_digest``: of the bytes
+    that it serves as ``weight_version``. ``load``: its requests, waiting
     ones too; ``capacity``: how many its engine runs at once."""
 
     slot: str
@@ -29,6 +30,7 @@ class RemoteSlot(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     fingerprint: str
     weight_version: str = ""
+    weights_digest: str = ""
     max_model_len: int = 0
     load: int = 0
     capacity: int = 0

@@ -170,8 +170,7 @@ class Core(RemoteRules):
         if slot.next_seq not in (None, event.seq) or not self._in_place(slot, event.items):
             return self._torn(ev.Torn(slot.name, slot.worker_id), now)
         slot.next_seq = event.seq + 1
-        updated = bool(event.weight_version) and event.weight_version != slot.weight_version
-        slot.weight_version = event.weight_version or slot.weight_version
+        updated = slot.serves(event.weight_version, "")
         out: Effects = []
         unwanted: list[str] = []
         for position, item in enumerate(event.items):

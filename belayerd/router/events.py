@@ -138,6 +138,7 @@ class Offer(Event, frozen=True, gc=False):
     load: int = 0
     capacity: int = 0
     weight_version: str = ""
+    weights_digest: str = ""
 
 
 class Register(Event, frozen=True, gc=False):
@@ -151,16 +152,20 @@ class Register(Event, frozen=True, gc=False):
     weight_version: str = ""
     model: str = ""
     remote: bool = False
+    weights_digest: str = ""
 
 
 class Ready(Event, frozen=True, gc=False):
     """The worker answered the hello: it may be given requests, and holds none of ours. Its next message has number
-    ``seq`` (None: it did not say). Raises Fenced when it was replaced meanwhile."""
+    ``seq`` (None: it did not say); ``weights_digest``: of the bytes that it serves as ``weight_version``. Raises Fenced
+    when it was replaced meanwhile."""
 
     slot: str
     generation: int
     worker_id: str
     seq: int | None = None
+    weight_version: str = ""
+    weights_digest: str = ""
 
 
 class Beat(Event, frozen=True, gc=False):
@@ -171,6 +176,7 @@ class Beat(Event, frozen=True, gc=False):
     worker_id: str
     seq: int
     weight_version: str = ""
+    weights_digest: str = ""
 
 
 class Mute(Event, frozen=True, gc=False):

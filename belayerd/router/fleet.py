@@ -17,11 +17,12 @@ from belayer.config import Config, Model, Router
 from belayer.errors import BadMessage, BelayerError
 from belayer.messages.fleet import Beat, FleetStamp, FleetStatusReply, Life, PeerView, Slots
 from belayerd.router import events as ev
-from belayerd.router.fleet_core import Bounds, Fit, FleetCore, Peer, full_name
+from belayerd.router.fleet_core import Bounds, Fit, FleetCore, Peer, PeerState, full_name
 from belayerd.router.fleet_door import Door
 from belayerd.router.fleet_guests import Guests
 from belayerd.router.fleet_host import Both, HostSide, code_of, own_slots
 from belayerd.router.fleet_link import FleetLink, Road, backs, dress
+from belayerd.router.fleet_way import Way
 from belayerd.router.link import Link
 from belayerd.router.records import SlotState
 from belayerd.router.shell import Shell, Sink
@@ -69,7 +70,7 @@ class Fleet:
             self.door, Guests(self._fleet.orphan_s), codec, self._slots, config.router.max_requests, log
         )
         self._context = zmq.asyncio.Context()
-        self._asking = {name: self._question_socket(name) for name in self.core.peers}
+        self._ways = {name: self._way(name) for name in self.core.peers}
         self._shell: Shell
 
     def sink(self, front: Sink) -> Sink:
@@ -86,11 +87,12 @@ class Fleet:
             group.create_task(self._beat())
             for name in self.core.peers:
                 group.create_task(self._answers(name))
+                group.create_task(self._ways[name].keep())
 
     def close(self) -> None:
         """After the shell: its links are of this context."""
-        for socket in self._asking.values():
-            socket.close()
+        for way in self._ways.values():
+            way.close()
         self.door.close()
         self._context.destroy(linger=100)
 
@@ -102,14 +104,17 @@ class Fleet:
 
     # -- as a peer of others ----------------------------------------------------------------------------------
 
-    def _question_socket(self, name: str) -> zmq.asyncio.Socket:
+    def _way(self, name: str) -> Way:
+        peer = self.core.peers[name]
         socket = self._context.socket(zmq.DEALER)
         dress(socket, self._pair, self._servers[name], self._fleet.lost_s)
         socket.set(zmq.IMMEDIATE, 1)  # a question is not kept for a peer that is away
         socket.set(zmq.SNDHWM, _QUESTIONS)
         socket.set(zmq.MAXMSGSIZE, self._max_bytes)
-        socket.connect(f"tcp://{self.core.peers[name].address}")
-        return socket
+        return Way(
+            name, peer.address, socket, lambda: peer.state is PeerState.SILENT,
+            lambda why: self.core.hint(name, why, clock.monotonic()),
+        )  # fmt: skip
 
     def _standing(self) -> dict[str, SlotState]:
         return {name: slot.state for name, slot in self._shell.core.slots.items() if slot.remote}
@@ -117,19 +122,19 @@ class Fleet:
     async def _beat(self) -> None:
         while True:
             now = clock.monotonic()
-            for name, socket in self._asking.items():
+            for name, way in self._ways.items():
                 beat = Beat(life=self._life, number=self.core.ask(name, now))
-                if int(socket.get(zmq.EVENTS)) & zmq.POLLOUT:  # else the peer is away, or owes several answers
-                    await socket.send_multipart([b"beat", msgspec.msgpack.encode(beat)])
+                if int(way.socket.get(zmq.EVENTS)) & zmq.POLLOUT:  # else the peer is away, or owes several answers
+                    await way.socket.send_multipart([b"beat", msgspec.msgpack.encode(beat)])
             self._tell(self.core.tick(now, self._standing()))
             self.host.tick()
             await asyncio.sleep(self._fleet.beat_s)
 
     async def _answers(self, name: str) -> None:
         """One receiver per peer for the life of the router: a cancelled receive may lose a message."""
-        socket = self._asking[name]
+        way = self._ways[name]
         while True:
-            frames = await socket.recv_multipart()
+            frames = await way.socket.recv_multipart()
             try:
                 if len(frames) != 2 or frames[0] != b"slots":
                     raise BadMessage(f"peer {name} answered {frames[0][:16]!r}: {b' '.join(frames[1:])[:200]!r}")
@@ -139,6 +144,7 @@ class Fleet:
                 self._log.warning("fleet_answer_unreadable", peer=name, why=str(why))
                 continue
             before = self.core.peers[name].state
+            self.core.peers[name].where = way.where
             self._tell(self.core.answered(name, said, clock.monotonic(), self._standing()))
             if (peer := self.core.peers[name]).state is not before:
                 self._log.info("fleet_peer", peer=name, state=peer.state, why=peer.why)

@@ -15,6 +15,7 @@ from belayer.messages.fleet import Life, RemoteSlot, Slots
 from belayerd.router import events as ev
 from belayerd.router.records import SlotState
 
+_HINT_S = 15.0  # what was wrong with the way to a peer; older, it may be wrong no more
 _ANSWERS_AWAITED = 64  # questions remembered; an answer to an older one is too late for any deadline
 
 
@@ -60,6 +61,8 @@ class Peer:
     address: str
     state: PeerState = PeerState.SILENT
     why: str = "never heard"
+    where: str = ""  # the address that its name led to
+    hint: tuple[str, float] = ("", 0.0)  # what keeps questions from it, and when that was seen
     life: Life | None = None
     heard_at: float | None = None
     answer_s: float = -1.0
@@ -95,6 +98,10 @@ class FleetCore:
             del peer.asked[next(iter(peer.asked))]
         return peer.number
 
+    def hint(self, host: str, why: str, now: float) -> None:
+        """Why no question gets to the peer: what the way to it shows while it is silent."""
+        self.peers[host].hint = (why, now)
+
     def tick(self, now: float, standing: Mapping[str, SlotState]) -> Told:
         told: Told = []
         for peer in self.peers.values():
@@ -125,6 +132,7 @@ class FleetCore:
             told += self._let_go(peer, standing)
             peer.slots = {}
         slow = now - asked_at >= self._bounds.slow_s
+        peer.hint = ("", 0.0)
         peer.life, peer.heard_at, peer.answer_s = said.life, now, now - asked_at
         peer.move(PeerState.SLOW if slow else PeerState.UP, f"answered after {peer.answer_s:.1f} s" if slow else "")
         told += self._compare(peer, {slot.slot: slot for slot in said.slots}, standing)
@@ -140,6 +148,9 @@ class FleetCore:
 
     def why(self, peer: Peer, now: float) -> str:
         """Why the peer is not up, or what of it is not used. A silence grows."""
+        hint, seen_at = peer.hint
+        if peer.state is PeerState.SILENT and hint and now - seen_at < _HINT_S:
+            return hint
         if peer.state in (PeerState.SILENT, PeerState.SLOW) and peer.heard_at is not None:
             silent = now - peer.heard_at
             if peer.state is PeerState.SILENT or silent >= self._bounds.slow_s:
@@ -184,7 +195,14 @@ class FleetCore:
         epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
         peer.linked[slot.slot] = epoch
         return ev.Register(
-            name, epoch, f"{name}#{epoch}", f"tcp://{peer.address}", slot.weight_version, slot.model, remote=True
+            name,
+            epoch,
+            f"{name}#{epoch}",
+            f"tcp://{peer.where or peer.address}",
+            slot.weight_version,
+            slot.model,
+            remote=True,
+            weights_digest=slot.weights_digest,
         )
 
     def _let_go(self, peer: Peer, standing: Mapping[str, SlotState]) -> Told:
@@ -204,7 +222,7 @@ class FleetCore:
         return [
             ev.Offer(
                 full_name(peer.host, name), up and slot.state == SlotState.SERVING, slot.load, slot.capacity,
-                slot.weight_version,
+                slot.weight_version, slot.weights_digest,
             )
             for name in peer.linked
             if (slot := peer.slots.get(name)) is not None

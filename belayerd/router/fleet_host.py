@@ -70,6 +70,7 @@ class HostSide:
         standing = {
             "seq": link.seq,
             "weight_version": self._shell.core.slots[greeting.slot].weight_version,
+            "weights_digest": self._shell.core.slots[greeting.slot].weights_digest,
             "got": link.got,
             "told": msgspec.msgpack.decode(told, type=int),
         }
@@ -244,6 +245,7 @@ def own_slots(shell: Shell, model: str, fingerprint: str, max_len: int, capacity
             model=model,
             fingerprint=fingerprint,
             weight_version=slot.weight_version,
+            weights_digest=slot.weights_digest,
             max_model_len=max_len,
             load=len(slot.running) + waiting.get(slot.name, 0),
             capacity=capacity.get(slot.name, 0),

@@ -28,7 +28,4 @@ def keys_of(config: Config) -> fleet_keys.Pair | None:
     ConfigInvalid."""
     if not config.fleet.listen:
         return None
-    folder = Path(config.fleet.keys)
-    for peer in config.peer:
-        fleet_keys.key_of(folder, peer.name)
-    return fleet_keys.load(folder, config.host.name)
+    return fleet_keys.of_fleet(Path(config.fleet.keys), config.host.name, [peer.name for peer in config.peer])

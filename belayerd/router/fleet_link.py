@@ -70,6 +70,7 @@ class FleetLink(Link):
     def _dress(self, socket: zmq.asyncio.Socket) -> None:
         """No identity of our choice: the other side knows us by our key, and a name could be another's."""
         dress(socket, self._road.pair, self._road.server, self._road.silence_s)
+        socket.set(zmq.IPV6, int("[" in self._endpoint))
         socket.set(zmq.MAXMSGSIZE, self._road.max_bytes)
 
     def _hello(self) -> list[bytes]:

@@ -24,11 +24,13 @@ Extra = Callable[["Link", Sequence[Any]], None]
 
 class Standing(msgspec.Struct, frozen=True):
     """What a worker says about itself and this front when it is greeted: the number of its next message, the weight
-    version that it serves, and how many messages of this link it got, of how many that the hello told (-1: it does not
-    count). Less: a request or an abort was lost on the way to it, which nothing else would show."""
+    version that it serves and the digest of its bytes, and how many messages of this link it got, of how many that the
+    hello told (-1: it does not count). Less: a request or an abort was lost on the way to it, which nothing else would
+    show."""
 
     seq: int
     weight_version: str = ""
+    weights_digest: str = ""
     got: int = -1
     told: int = -1
 

@@ -9,7 +9,7 @@ from belayer.errors import ErrorCode
 from belayerd.router import events as ev
 from belayerd.router.archive import Archive
 from belayerd.router.records import Counters, Past, Request, RequestState, Slot, SlotState
-from belayerd.router.weight_rules import continues, serves_new
+from belayerd.router.weight_rules import continues, same_bytes, serves_new
 
 Effects = list[ev.Effect]
 
@@ -150,9 +150,10 @@ class Placement:
         """Between hosts no request falls back to older weights. Within this one its own updates decide."""
         if request.spans:
             made = request.spans[-1]
-            within = not (slot.remote or request.origin or "/" in made.slot)
-            return within or continues(slot.weight_version, made.weight_version)
-        return not slot.remote or self.serves_new(slot)
+            if not (slot.remote or request.origin or "/" in made.slot):
+                return True
+            return continues(slot.weight_version, made.weight_version) and not self.other_bytes(slot, request)
+        return not slot.remote or (self.serves_new(slot) and not self.other_bytes(slot))
 
     def serves_new(self, slot: Slot) -> bool:
         """True when the weights of a slot of another host are not older than this host's."""
@@ -160,10 +161,25 @@ class Placement:
         serving = {one.weight_version for one in own if one.state is SlotState.SERVING}
         return serves_new(slot.weight_version, serving, {one.weight_version for one in own})
 
+    def other_bytes(self, slot: Slot, request: Request | None = None) -> str:
+        """Why weights of the same version are not the same: their bytes are others than those that made the tokens of
+        ``request``, or than this host's own; "" when nothing says so. Digests cover how the bytes lie in the owner's
+        memory too, so hosts with another tensor_parallel count as others."""
+        maker = request.spans[-1].slot if request is not None and request.spans else ""
+        if maker == slot.name:
+            return ""
+        for one in self.slots.values():
+            if one.name != maker and (one.remote or not slot.remote):
+                continue
+            if not same_bytes(one.weight_version, one.weights_digest, slot.weight_version, slot.weights_digest):
+                there = f"digest {slot.weights_digest[:12]}" if slot.weights_digest else "an unknown digest"
+                return f"weights {slot.weight_version} of other bytes ({there}; {one.name}: {one.weights_digest[:12]})"
+        return ""
+
     def _unfit_weights(self, request: Request) -> str:
         """Why slots that serve did not take it, for its error; "" when weights are not the reason."""
         others = [
-            f"{slot.name} serves {slot.weight_version or 'an unknown version'}"
+            f"{slot.name} serves {self.other_bytes(slot, request) or slot.weight_version or 'an unknown version'}"
             for slot in self.slots.values()
             if _may_have(slot, request) and not self._weights_fit(slot, request)
         ]

@@ -141,6 +141,7 @@ class Slot:
     worker_id: str = ""
     endpoint: str = ""
     weight_version: str = ""
+    weights_digest: str = ""  # of the bytes of that version; "": not told (yet)
     model: str = ""
     fence: int = 0
     next_seq: int | None = None
@@ -161,6 +162,14 @@ class Slot:
         if to not in SLOT_NEXT[self.state]:
             raise AssertionError(f"slot {self.name}: no way from {self.state} to {to}")
         self.state = to
+
+    def serves(self, version: str, digest: str) -> bool:
+        """Take in which weights its worker serves now; True when that is news. A version without a digest ("": not
+        told) leaves the digest of that version, if it is known, as it is."""
+        if not version or (version == self.weight_version and digest in ("", self.weights_digest)):
+            return False
+        self.weight_version, self.weights_digest = version, digest
+        return True
 
     def is_current(self, generation: int, worker_id: str) -> bool:
         live = self.state in (SlotState.CONNECTING, SlotState.SERVING)

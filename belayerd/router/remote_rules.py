@@ -26,6 +26,8 @@ class RemoteRules(SlotRules):
             return "not linked"
         if not self.serves_new(slot):
             return f"weights {slot.weight_version}, this host had {self.own_versions()}"
+        if other := self.other_bytes(slot):
+            return other
         if not slot.open:
             return "its host lets nothing new in"
         return "full" if slot.capacity and len(slot.running) + slot.elsewhere >= slot.capacity else ""
@@ -73,11 +75,10 @@ class RemoteRules(SlotRules):
         slot = self.slots.get(event.slot)
         if slot is None or not slot.remote:
             return []
-        newer = bool(event.weight_version) and event.weight_version != slot.weight_version
+        newer = slot.serves(event.weight_version, event.weights_digest)
         more = event.open and (newer or not slot.open)
         slot.open, slot.capacity = event.open, event.capacity
         slot.elsewhere = max(0, event.load - len(slot.running))
-        slot.weight_version = event.weight_version or slot.weight_version
         out: Effects = []
         if more:
             self._place_all(now, out)

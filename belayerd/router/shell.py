@@ -169,7 +169,9 @@ class Shell:
         self._run(link.read(self._on_output, self._on_torn, self._on_beat))
         self._run(self._ask(link))
         # The first utility calls were counted in by the worker after it said its number, in this order.
-        self._step(ev.Ready(slot, generation, link.worker_id, None if standing is None else standing.seq))
+        said = standing or Standing(-1)
+        seq = None if standing is None else standing.seq
+        self._step(ev.Ready(slot, generation, link.worker_id, seq, said.weight_version, said.weights_digest))
 
     async def _ask(self, link: Link) -> None:
         """A link that was taken over by somebody else, or lost its last message, is silent: only asking shows it."""
@@ -224,7 +226,7 @@ class Shell:
         self._sink.deliver(*link.made(stamp), outputs)
 
     def _on_beat(self, link: Link, standing: Standing) -> None:
-        self._step(ev.Beat(link.slot, link.worker_id, standing.seq, standing.weight_version))
+        self._step(ev.Beat(link.slot, link.worker_id, standing.seq, standing.weight_version, standing.weights_digest))
 
     def _on_torn(self, link: Link, why: BadMessage) -> None:
         self._log.error("link_torn", slot=link.slot, worker=link.worker_id, why=str(why))

@@ -22,7 +22,8 @@ class SlotRules(Placement):
             out += self._leave(slot, ev.Cause.SUPERSEDED, removed=False, now=now)
         slot.move(SlotState.CONNECTING)
         slot.generation, slot.worker_id, slot.endpoint = event.generation, event.worker_id, event.endpoint
-        slot.weight_version, slot.model = event.weight_version, event.model
+        slot.weight_version, slot.weights_digest = event.weight_version, event.weights_digest
+        slot.model = event.model
         slot.next_seq, slot.tears, slot.remote = None, 0, event.remote
         slot.capacity = self.limits.capacity.get(slot.name, 0)
         out.append(_connect(slot))
@@ -46,6 +47,7 @@ class SlotRules(Placement):
             return []
         slot.move(SlotState.SERVING)
         slot.fence, slot.next_seq = slot.generation, event.seq
+        slot.serves(event.weight_version, event.weights_digest)
         out: Effects = []
         before = slot.resumed_total
         self._place_all(now, out)
@@ -154,8 +156,7 @@ class SlotRules(Placement):
         slot = self.slots.get(event.slot)
         if slot is None or slot.worker_id != event.worker_id or slot.state is not SlotState.SERVING:
             return []
-        updated = bool(event.weight_version) and event.weight_version != slot.weight_version
-        slot.weight_version = event.weight_version or slot.weight_version
+        updated = slot.serves(event.weight_version, event.weights_digest)
         if slot.next_seq not in (None, event.seq):
             return self._torn(ev.Torn(slot.name, slot.worker_id), now)
         slot.next_seq = event.seq

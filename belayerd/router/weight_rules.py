@@ -16,6 +16,12 @@ def continues(version: str, tokens_of: str) -> bool:
     return version == tokens_of
 
 
+def same_bytes(version: str, digest: str, other: str, other_digest: str) -> bool:
+    """False when both are called by the same version, and the bytes of the other are not known to be those of the
+    first. A first one whose digest is not known is like any."""
+    return version != other or not version or not digest or digest == other_digest
+
+
 def serves_new(version: str, serving: Collection[str], last: Collection[str]) -> bool:
     """True when another host's weights ``version`` are at least this host's newest. ``serving``: what its slots serve
     now; ``last``: what each of them serves or served last, so that a host whose newest slot is away falls back to

@@ -144,6 +144,7 @@ class Engine:
             seq=outbox.seq,
             version=core.weight_version,
             announce=lambda phase, seconds: heart.announce(phase, call_s if seconds is None else seconds),
+            digest=lambda: weights.grant.digest,
         )
         self._following = Following(core, heart, weights, vocab)
         self._control: wire.Decoder[Any] = wire.Decoder(m.Request)

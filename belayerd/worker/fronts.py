@@ -24,9 +24,9 @@ Send = Callable[[list[Any]], None]
 
 
 class Fronts:
-    """``main``: whether requests are taken now; ``seq``: the number of a front's next message; ``version``: that of
-    the weights; ``announce``: tells the heartbeat that a call runs in the loop, and the seconds that its caller gave
-    it (None: none)."""
+    """``main``: whether requests are taken now; ``seq``: the number of a front's next message; ``version`` and
+    ``digest``: of the weights; ``announce``: tells the heartbeat that a call runs in the loop, and the seconds that its
+    caller gave it (None: none)."""
 
     def __init__(
         self,
@@ -35,10 +35,11 @@ class Fronts:
         main: Callable[[], bool],
         seq: Callable[[int], int],
         version: Callable[[], str],
+        digest: Callable[[], str],
         announce: Callable[[str, float | None], None],
     ) -> None:
         self._send, self._core, self._main, self._seq, self._version = send, core, main, seq, version
-        self._announce = announce
+        self._digest, self._announce = digest, announce
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._plain = MsgpackDecoder()
         self._tokens: dict[int, bytes] = {}
@@ -71,6 +72,7 @@ class Fronts:
             if dropped:
                 logger.info("front_is_new", front=client, dropped=len(dropped))
         standing: dict[str, Any] = {"seq": self._seq(client), "weight_version": self._version()}
+        standing["weights_digest"] = self._digest()
         if len(rest) > 1:
             standing |= {"got": self._got[client], "told": msgspec.msgpack.decode(rest[1], type=int)}
         ready = msgspec.msgpack.encode(self._core._make_ready_response())

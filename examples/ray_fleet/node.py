@@ -16,10 +16,14 @@ from belayer.rpc import call_sync
 
 
 class Node:
-    """``start`` once all keys are known; ``stop`` always."""
+    """``start`` once all keys are known; ``stop`` always. ``host``: where its clients find it; ``slot``: more lines of
+    each [[slot]]."""
 
-    def __init__(self, name: str, listen: str, root: Path, model: Path, slots: int) -> None:
+    def __init__(
+        self, name: str, listen: str, root: Path, model: Path, slots: int, host: str = "127.0.0.1", slot: str = ""
+    ) -> None:
         self._name, self._listen, self._model, self._slots = name, listen, model, slots
+        self._address, self._slot = host, slot
         self._port = free_port()
         root.mkdir(parents=True, exist_ok=True)
         self.host = LocalHost(root, "")
@@ -33,7 +37,7 @@ class Node:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://{self._address}:{self._port}"
 
     def start(self, keys: dict[str, str], where: dict[str, str], daemons: tuple[str, ...] | None = None) -> None:
         """``keys`` and ``where``: public key and ADDRESS:PORT of every host. ``daemons``: all, or only these."""
@@ -43,7 +47,9 @@ class Node:
             peers += f'[[peer]]\nname = "{name}"\naddress = "{where[name]}"\n'
         fleet = f'[host]\nname = "{self._name}"\n[fleet]\nlisten = "{self._listen}"\n{peers}'
         fleet += "[envkeeper]\nenabled = false\n"
-        self.host.paths.config.write_text(demo_config(self._model, self._port, self._slots, extra=fleet))
+        self.host.paths.config.write_text(
+            demo_config(self._model, self._port, self._slots, extra_slot=self._slot, extra=fleet, host=self._address)
+        )
         self.host.start(daemons or ROLLOUT)
 
     def fleet(self, within_s: float = 60.0) -> dict[str, Any]:

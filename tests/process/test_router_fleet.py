@@ -7,8 +7,10 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -20,7 +22,7 @@ from belayer.paths import Paths
 from tests.support.fleet_hosts import FLEET_PORT, HTTP_PORT, FleetHost, prepare, write_keys
 from tests.support.netlab import Net
 from tests.support.raw_http import expected
-from tests.support.router_host import FakeWorker
+from tests.support.router_host import TREE, FakeWorker
 from tests.support.streams import Stream, tokens_in
 from tests.support.wait import eventually
 
@@ -266,6 +268,105 @@ def knock(where: tuple[str, int], folder: Path, b: FleetHost, *, listed: bool) -
             sock.send_multipart(message)
         eventually(lambda: b.fleet().dropped.get(reason, 0) > before, within=30, what=f"{reason} is counted")
     context.term()
+
+
+def test_link_that_is_late_loses_at_random_and_mixes_up(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
+    """Each direction in its own way; then answers alone come later than ``slow_s``."""
+    a, b = hosts
+    b.worker("s0", "--step-ms", "25")
+    a.may_use(REMOTE)
+    with net.late("b") as wire:
+        wire.behave(
+            to_host={"delay_ms": 30, "jitter_ms": 40, "loss": 0.08},
+            to_net={"delay_ms": 5, "jitter_ms": 15, "loss": 0.15},
+        )
+        streams = [Stream(a.url, PATH, BODY) for _ in range(6)]
+        for stream in streams:
+            stream.start()
+        for stream in streams:
+            seen = stream.result(120)
+            assert (seen.errors, seen.done, len(seen.finishes)) == ([], 1, 1)
+            assert seen.token_ids == expected(a.record, len(BODY["token_ids"]), TOKENS)
+        assert min(wire.lost("to_host"), wire.lost("to_net")) > 0
+        wire.behave(to_host={"loss": 0}, to_net={"delay_ms": 1600, "jitter_ms": 0, "loss": 0})
+        late = a.sees("host-b", "slow")
+        assert "answer" in late.why
+        wire.behave(to_net={"delay_ms": 0})
+        a.sees("host-b", "up")
+    a.sees("host-b", "up")
+
+
+def test_the_same_version_with_other_bytes_is_not_used(hosts: tuple[FleetHost, FleetHost]) -> None:
+    """The request waits for the bytes that made its tokens, and goes on with them."""
+    a, b = hosts
+    own = a.worker("s0", "--hold-at", str(CUT), "--digest", "aaaa")
+    before = a.slot("s0").tokens_total
+    stream = Stream(a.url, PATH, BODY)
+    stream.start()
+    eventually(lambda: a.slot("s0").tokens_total == before + CUT, within=60, what=f"{CUT} tokens here")
+    other = b.worker("s0", "--digest", "bbbb")
+    a.may_use(REMOTE)
+    eventually(
+        lambda: "other bytes" in a.peer("host-b").unused.get("s0", ""), within=60, what="they are seen as others"
+    )
+    own.kill()
+    a.unregister(own, gone=True)
+    assert a.status().waiting == 1
+    shown = belayerctl(a, "fleet")
+    assert "host-b/s0 gets nothing new: weights 1 of other bytes (digest bbbb; s0: aaaa)" in shown.stdout
+    b.unregister(other, gone=True)
+    same = b.worker("s0", "--digest", "aaaa")
+    whole(a, stream, [("s0", own.generation), (REMOTE, same.generation)])
+    assert other.process.poll() is None
+    assert [line.split()[2] for line in b.told() if line.startswith("add ")][-1] == str(CUT)
+
+
+def belayerctl(host: FleetHost, *words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "BELAYER_ROOT": str(host.root), "COLUMNS": "200"}
+    command = [sys.executable, "-m", "belayerctl", *words]
+    return subprocess.run(command, cwd=TREE, env=env, capture_output=True, text=True, check=False)
+
+
+def test_what_is_wrong_with_a_peer_is_named_and_the_rest_serves(
+    hosts: tuple[FleetHost, FleetHost], net: Net, tmp_path: Path
+) -> None:
+    """A name that leads nowhere, a server with another key than the listed one, a peer that does not know us: each
+    shown as that; and a key that is listed later counts without a restart."""
+    a, b = hosts
+    root = b.root.parent / "d"  # short enough for a socket
+    net.add("d")
+    peers = {"host-a": net.hosts["a"], "host-b": net.hosts["b"], "host-x": "host-x.invalid"}
+    mine, x = fleet_keys.make(root / "keys", "host-d"), fleet_keys.make(tmp_path / "x", "host-x")
+    fleet_keys.add(root / "keys", "host-a", fleet_keys.load(a.root / "keys", "host-a").public.decode())
+    fleet_keys.add(root / "keys", "host-x", x)
+    unlisted = prepare(net, "d", "host-d", root, peers)
+    try:
+        assert unlisted.process.wait(60) == 2, "a key that is missing is a mistake of the operator"
+        assert "no key of host-b" in (root / "router.log").read_text()
+        checked = belayerctl(unlisted, "config", "check")
+        assert (checked.returncode, "no key of host-b" in checked.stderr) == (2, True)
+        fleet_keys.add(root / "keys", "host-b", fleet_keys.make(tmp_path / "y", "host-y"))
+        assert belayerctl(unlisted, "config", "check").returncode == 0
+        broken = b.fleet().dropped.get("not_our_protocol", 0)
+        unlisted.come_back()
+        for peer, why in (("host-a", "does not let this host in"), ("host-b", "does not prove to be host-b"),
+                          ("host-x", "its name host-x.invalid does not resolve")):  # fmt: skip
+            eventually(shows(unlisted, peer, why), within=60, what=f"{peer}: {why}")
+            assert unlisted.peer(peer).state == "silent"
+        assert b.fleet().dropped["not_our_protocol"] > broken
+        own = unlisted.worker("s0")
+        stream = Stream(unlisted.url, PATH, BODY)
+        stream.start()
+        whole(unlisted, stream, [("s0", own.generation)])
+        fleet_keys.add(a.root / "keys", "host-d", mine)
+        unlisted.sees("host-a", "up")
+    finally:
+        (a.root / "keys" / "host-d.key").unlink(missing_ok=True)
+        unlisted.stop()
+
+
+def shows(host: FleetHost, peer: str, why: str) -> Callable[[], bool]:
+    return lambda: why in host.peer(peer).why
 
 
 def test_nothing_else_crosses_hosts(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:

@@ -163,6 +163,7 @@ class RecordedEngine:
                 del self.live[request_id]
                 self.tell(f"drop {request_id}")
         standing: dict[str, Any] = {"seq": self.seq.get(peer, 0), "weight_version": self.args.weight_version}
+        standing["weights_digest"] = self.args.digest
         if len(rest) > 1:
             standing |= {"got": self.got.get(peer, 0), "told": msgpack.unpackb(rest[1])}
         self.socket.send_multipart([peer, b"ready", msgpack.packb(self.ready()), token, msgpack.packb(standing)])
@@ -314,6 +315,7 @@ def main() -> int:
     parser.add_argument("--stamp-generation", type=int)
     parser.add_argument("--standby", action="store_true")
     parser.add_argument("--weight-version", default="1")
+    parser.add_argument("--digest", default="", help="of the weights that it says to serve")
     parser.add_argument("--tell", help="file that gets a line for each add, abort and drop")
     parser.add_argument("--times", help="file that gets the time of each step, a double")
     parser.add_argument("--lose-add", action="store_true", help="the first add never arrives")

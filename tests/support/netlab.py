@@ -5,15 +5,51 @@ Each host has ``eth0``; the tests reach all of them by a link of their own. Need
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_CLONE_NEWNET = 0x40000000
 
 
 def run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
+
+
+class LateLink:
+    """A wire of netlab that a process carries (late_link.py)."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        assert process.stdout is not None
+        assert process.stdin is not None
+        self._said, self._told = process.stdout, process.stdin
+        assert self._said.readline() == "ready\n"
+
+    def behave(self, to_host: dict[str, float] | None = None, to_net: dict[str, float] | None = None) -> dict[str, Any]:
+        """``delay_ms``, ``jitter_ms``, ``loss`` (0 to 1) per direction; what is not named stays. Returns by direction
+        how many frames were carried and lost so far."""
+        self._told.write(json.dumps({"to_host": to_host or {}, "to_net": to_net or {}}) + "\n")
+        self._told.flush()
+        counts: dict[str, Any] = json.loads(self._said.readline())
+        return counts
+
+    def lost(self, direction: str) -> int:
+        return int(self.behave()[direction][1])
+
+    def close(self) -> None:
+        self._told.close()
+        self._process.wait(10)
+        self._said.close()
 
 
 @dataclass
@@ -105,6 +141,48 @@ class Net:
 
     def free(self, at: str) -> None:
         self.inside(at, "tc", "qdisc", "del", "dev", "eth0", "root")
+
+    @contextmanager
+    def entered(self, host: str) -> Iterator[None]:
+        """What this thread starts now has the network of ``host``; all else stays that of this machine."""
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def enter(path: str) -> None:
+            with open(path) as space:
+                if libc.setns(space.fileno(), _CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), f"setns {path}")
+
+        with open("/proc/thread-self/ns/net") as before:
+            enter(f"/run/netns/{self.name}-{host}")
+            try:
+                yield
+            finally:
+                enter(f"/proc/self/fd/{before.fileno()}")
+
+    @contextmanager
+    def late(self, host: str) -> Iterator[LateLink]:
+        """From now on the wire of ``host`` is one that can be late and lose frames, each direction by itself."""
+        inner, outer = f"i-{host}", f"o-{host}"
+        self._switch("ip", "link", "add", inner, "type", "veth", "peer", "name", outer)
+        for name in (inner, outer):
+            self._switch("ip", "link", "set", "dev", name, "up")
+        script = str(Path(__file__).with_name("late_link.py"))
+        self.inside(host, sys.executable, script, "--plain", "eth0")
+        for name in (inner, outer, f"p-{host}", "root"):
+            self._switch(sys.executable, script, "--plain", name)
+        for other in self.hosts:
+            self.inside(other, sys.executable, script, "--plain", "eth0")
+        run(sys.executable, script, "--plain", f"{self.name}r")
+        self._switch("ip", "link", "set", "dev", f"p-{host}", "nomaster")
+        self._switch("ip", "link", "set", "dev", outer, "master", "br0")
+        command = ["ip", "netns", "exec", self.switch, sys.executable, script, f"p-{host}", inner]
+        wire = LateLink(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        try:
+            yield wire
+        finally:
+            wire.close()
+            self._switch("ip", "link", "del", inner)
+            self._switch("ip", "link", "set", "dev", f"p-{host}", "master", "br0", "up")
 
     def listening(self, host: str) -> set[tuple[str, int]]:
         """(address, port) of every TCP and UDP socket of that host that is not bound to its own loopback."""

@@ -301,6 +301,59 @@ def test_a_silence_that_is_shown_grows() -> None:
     assert [fleet.why(peer, at) for at in (6.1, 60.1)] == ["no answer for 6.0 s", "no answer for 60.0 s"]
 
 
+# -- weights: the same version is the same bytes, or it is not used -------------------------------------------
+
+
+def of_bytes(core: Core, name: str, version: str, digest: str, generation: int = 1) -> list[ev.Effect]:
+    """The slot joins, or says what it serves now."""
+    if name not in core.slots or core.slots[name].generation < generation:
+        join(core, name, version, generation)
+    if "/" in name:
+        return core.step(ev.Offer(name, True, 0, 1, version, digest), 0.0)
+    return core.step(ev.Beat(name, name, core.slots[name].next_seq or 0, version, digest), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("version", "digest", "used"), [("2", "aaaa", True), ("2", "bbbb", False), ("2", "", False), ("3", "bbbb", True)]
+)
+def test_a_new_request_never_gets_other_bytes_under_the_same_version(version: str, digest: str, used: bool) -> None:
+    core = Core(Limits(capacity={"s0": 1}))
+    of_bytes(core, "s0", "2", "aaaa")
+    of_bytes(core, "b/s0", version, digest)
+    core.step(ev.Unregister("s0", 1, ev.Cause.DIED), 0.0)
+    assert to(core.step(ev.Add("r", (b"x",)), 0.0)) == (["b/s0"] if used else [])
+    assert ("other bytes" in core.unused("b/s0")) is not used
+    if not used:
+        (failed,) = [one for one in core.step(ev.Tick(), 120.0) if isinstance(one, ev.Fail)]
+        assert "b/s0 serves weights 2 of other bytes" in failed.message
+        assert "s0: aaaa" in failed.message
+
+
+@pytest.mark.parametrize("digest", ["aaaa", "bbbb"])
+@pytest.mark.parametrize(
+    ("first", "second"), [("s0", "b/s0"), ("b/s0", "s0"), ("b/s0", "c/s0")], ids=["to remote", "to own", "to a third"]
+)
+def test_tokens_go_on_elsewhere_only_with_the_same_bytes(first: str, second: str, digest: str) -> None:
+    core = Core(Limits())
+    of_bytes(core, first, "2", "aaaa")
+    started(core, first, "2")
+    of_bytes(core, second, "2", digest)
+    assert to(lose(core, first)) == ([second] if digest == "aaaa" else [])
+    if digest != "aaaa":
+        assert to(of_bytes(core, second, "2", "aaaa")) == [second], "once they are the same, it goes on"
+
+
+def test_the_first_outputs_of_a_new_version_wait_for_its_digest() -> None:
+    """Outputs name the version and no digest: what was known of the version before is no digest of this one."""
+    core = Core(Limits(capacity={"s0": 1}))
+    of_bytes(core, "s0", "2", "aaaa")
+    started(core, "s0", "3")
+    assert core.slots["s0"].weights_digest == ""
+    of_bytes(core, "s0", "3", "cccc")
+    core.step(ev.Outputs("s0", 1, "s0", 1, (ev.Item("r", (3,), start=2),), "3"), 0.0)
+    assert core.slots["s0"].weights_digest == "cccc"
+
+
 def test_within_a_host_its_own_updates_decide() -> None:
     core = weighed(s0="2")
     started(core, "s0")
