@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from belayer import lastwords, log
+from belayer import lastwords, log, procs
 from belayer.clock import Stopwatch
 from belayer.config import Config
 from belayer.heartbeat import Beat
@@ -26,7 +26,7 @@ from belayerd.worker.adapter.device import CpuDevice
 from belayerd.worker.adapter.reuse import Reuse
 from belayerd.worker.engine import Engine, Line, Outbox, Standing
 from belayerd.worker.heart import Heart
-from belayerd.worker.priority import step_aside
+from belayerd.worker.priority import step_aside, wait_aside
 from belayerd.worker.standby import take_oracle, warm_up
 
 __all__ = ["run", "weights"]  # ``weights`` is imported for its effect: it registers the load format
@@ -87,7 +87,10 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     lap("oracle")
     logger.info("parked", said=device.park())
     standing.state = WorkerState.STANDBY
-    logger.info("standby", worker=worker_id, **standing.start_ms)
+    wait_aside()
+    # Beside the CPU that it took: what is missing in between is the share that others had of the cores.
+    cpu_ms = round(procs.cpu_s(os.getpid()) * 1e3)
+    logger.info("standby", worker=worker_id, cpu_ms=cpu_ms, **standing.start_ms)
     Engine(line, outbox, core, heart, standing, view, arena, vocab, reuse, device, call_s=slot.start_deadline_s).run()
     line.close()
 

@@ -9,7 +9,6 @@ from typing import Any
 import structlog
 from vllm.config.reasoning import ReasoningConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.tokenizers.registry import cached_tokenizer_from_config
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
@@ -18,6 +17,7 @@ from vllm.v1.request import Request
 
 from belayer.config import Model, Router, Slot
 from belayer.errors import ConfigInvalid
+from belayerd.worker.adapter import grammar
 from belayerd.worker.adapter.seat import seat
 
 logger = structlog.get_logger(daemon="worker")
@@ -65,7 +65,7 @@ def preload(model: Model, slot: Slot, router: Router) -> None:
         config = engine_args(model, slot, router).create_engine_config()
     except (KeyError, RuntimeError) as why:  # no parser of that name; or the tokenizer lacks its words
         raise ConfigInvalid(f"router.reasoning_parser {router.reasoning_parser!r}: {str(why).strip(chr(39))}") from why
-    cached_tokenizer_from_config(config.model_config)
+    grammar.prepare(config.model_config)
 
 
 def _nothing() -> None:
