@@ -67,14 +67,22 @@ class Bare:
 
 
 def _leave_unpacked() -> None:
-    from torch.nn.functional import linear as plain
-    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+    """Where its callers look it up at each call: in the module that defines it."""
+    from torch.nn.functional import linear
+    from vllm.model_executor.layers import utils
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = plain
+        layer.cpu_linear = linear
 
-    for module in (linear, vocab_parallel_embedding):
-        module.dispatch_cpu_unquantized_gemm = dispatch
+    if not callable(utils.dispatch_cpu_unquantized_gemm):
+        raise RuntimeError("vLLM packs elsewhere now: this baseline would be packed after all")
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def _is_packed(core: Any) -> bool:
+    """vLLM leaves an empty parameter behind where it has packed one."""
+    model = core.model_executor.driver_worker.worker.model_runner.model
+    return any(parameter.numel() == 0 for parameter in model.parameters())
 
 
 def _child(model: str, packed: bool) -> None:
@@ -102,6 +110,8 @@ def _child(model: str, packed: bool) -> None:
     )
     config = args.create_engine_config()
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    if not packed and _is_packed(core):
+        raise RuntimeError("a matrix was packed after all: this is not what a worker computes with")
     turn = 0
     for line in sys.stdin:
         concurrency, tokens = map(int, line.split())
