@@ -76,7 +76,7 @@ class _Frozen:
         self.phases["freeze"] = self.watch.lap()
         pid = self.subject.life.pid
         self.pids = tuple(self.group.pids())
-        tasks = preflight.scan(self.pids)
+        tasks = preflight.scan(self.pids, locks=not self.relocks)
         findings = preflight.judge(
             pid, tasks, self.split.foreign, limits=preflight.may_read_limits(), relocks=self.relocks
         )

@@ -20,7 +20,7 @@ def look(before: Sequence[int], now: Sequence[int]) -> list[str]:
     """Reasons for doubt, empty when there is none. ``now``: the processes of the frozen group; ``before``: those that
     must be among them, since they had no chance to end by themselves."""
     found = [f"pid {pid} ended in the moment in which the dump was cut off" for pid in before if pid not in now]
-    for task in preflight.scan(now):
+    for task in preflight.scan(now, locks=False):
         if task.state in ("Z", "X"):
             continue
         if task.tracer:
