@@ -61,7 +61,8 @@ class Metrics(Collector):
         for status, count in self._mistakes.items():
             mistakes.add_metric([str(status)], count)
         declined = CounterMetricFamily("belayer_requests_declined", "Not let in, by reason", labels=["reason"])
-        for reason, count in (*self._declined.items(), *self._core.counters.refused.items()):
+        # The guard and the core may refuse for the same reason: one row, or no scraper takes the page.
+        for reason, count in (self._declined + Counter(self._core.counters.refused)).items():
             declined.add_metric([reason], count)
         yield from (mistakes, declined)
         kept = self._core.archive
