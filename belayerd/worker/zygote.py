@@ -60,6 +60,11 @@ IMPORTS = (
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen3",
     "xgrammar",
+    "xgrammar.kernels.apply_token_bitmask_inplace_cpu",
+    # What vLLM imports only when it builds an engine; seen as what a worker's sys.modules has and the zygote's had not.
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.v1.pool.flash_maxsim",
+    "vllm.model_executor.layers.quantization.online.base",
 )
 
 

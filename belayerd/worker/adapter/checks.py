@@ -77,6 +77,7 @@ HOOKED: Hooked = (
     ("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker", ("all_kwargs",)),
     ("vllm.v1.core.kv_cache_utils", "get_kv_cache_configs", ("vllm_config", "kv_cache_specs", "available_memory")),
     ("vllm.v1.core.single_type_kv_cache_manager", "register_all_kvcache_specs", ("vllm_config",)),
+    ("vllm.platforms.cpu", "CpuPlatform.register_triton_kernel_overrides", ()),
     ("xgrammar", "TokenizerInfo.from_huggingface", ("tokenizer", "vocab_size", "stop_token_ids")),
     ("vllm.v1.serial_utils", "MsgpackDecoder.decode", None),
     ("vllm.v1.serial_utils", "MsgpackEncoder.encode", None),

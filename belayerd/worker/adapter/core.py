@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 
 from belayer.config import Model, Router, Slot
 from belayer.errors import ConfigInvalid
-from belayerd.worker.adapter import grammar
+from belayerd.worker.adapter import grammar, kernels
 from belayerd.worker.adapter.seat import seat
 
 logger = structlog.get_logger(daemon="worker")
@@ -66,6 +66,7 @@ def preload(model: Model, slot: Slot, router: Router) -> None:
     except (KeyError, RuntimeError) as why:  # no parser of that name; or the tokenizer lacks its words
         raise ConfigInvalid(f"router.reasoning_parser {router.reasoning_parser!r}: {str(why).strip(chr(39))}") from why
     grammar.prepare(config.model_config)
+    kernels.prepare()
 
 
 def _nothing() -> None:
