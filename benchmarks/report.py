@@ -57,11 +57,14 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # more keys of the JSON
+    aloud: bool = False  # say each row on stderr as it comes: a run of minutes that is ended early leaves what it had
 
     def add(
         self, metric: str, unit: str, values: Sequence[float], baseline: float | None = None, note: str = ""
     ) -> None:
         self.rows.append(Row(metric, unit, tuple(values), baseline, note))
+        if self.aloud:
+            print(f"{metric} {_figure(statistics.median(values))} {unit} {note}".rstrip(), file=sys.stderr, flush=True)
 
     def data(self) -> dict[str, Any]:
         return {
@@ -106,7 +109,9 @@ class Report:
             if row.baseline is not None:
                 axes.plot(row.baseline, at, "D", color="tab:red")
         axes.set_yticks(range(len(self.rows)), [f"{row.metric} [{row.unit}]" for row in self.rows])
-        axes.set_xscale("log")
+        # What a way adds may be less than nothing, in the noise.
+        negative = any(value <= 0 for row in self.rows for value in (*row.values, row.baseline or 1.0))
+        axes.set_xscale("symlog" if negative else "log")
         axes.invert_yaxis()
         axes.grid(axis="x", alpha=0.3)
         axes.set_title(f"{self.benchmark}: dots Belayer (| median), diamonds the baseline of the same run", fontsize=9)

@@ -8,9 +8,9 @@ recorded engines, so that the router is what is measured:
 ``token_delay_cN``: from an engine's step to its token at the client, N streams in lockstep, median and p99 over all
 tokens; baseline: the same step at a bare front that reads the worker's socket itself. ``added_latency_p50|p99_cN``:
 their difference. ``vllm_router_added_p50|p99_cN``: what vllm-router adds when it stands before that router.
-``cpu_per_token_*``: the router process's CPU, by what the journal does. ``stream_memory``: growth of the router's
-resident memory for one live stream. ``short_requests``: with a worker killed every 2 s, and every answer compared with
-the unfailed one.
+``tokens_per_second_cN``: as fast as they go. ``cpu_per_token_*``: the router process's CPU, by what the journal does.
+``stream_memory``: growth of the router's resident memory for one live stream. ``short_requests``: with a worker killed
+every 2 s, and every answer compared with the unfailed one. A row is said on stderr as it comes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FULL = Size(
     memory_streams=1000,
     short=10_000,
     kill_every_s=2.0,
-    rounds=5,
+    rounds=3,
     tokens=128,
     policies=(("never", False), ("never", True), ("finish", True), ("always", True)),
 )
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser("Cost and limits of the router.").parse_args(argv)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
-    size, report = (QUICK if arguments.quick else FULL), Report("router")
+    size, report = (QUICK if arguments.quick else FULL), Report("router", aloud=True)
     try:
         with tempfile.TemporaryDirectory(prefix="bl-") as folder:
             measure(Path(folder), size, report)
@@ -101,7 +101,8 @@ def measure(root: Path, size: Size, report: Report) -> None:
             cpu_per_token(host, report, f"{policy}{'_named' if named else ''}", named, size)
             if policy == "never" and not named:
                 for count in size.streams:
-                    delays(host, report, count, size.length)
+                    delays(host, report, count, size.length if count < 256 else size.length // 2)
+                throughput(host, report, size)
                 stream_memory(host, report, size.memory_streams)
                 short_requests(host, report, size)
         finally:
@@ -211,6 +212,25 @@ async def bare_front(host: RouterHost, fake: FakeWorker, count: int, length: int
     socket.close()
     context.term()
     return list(arrivals.values())
+
+
+def throughput(host: RouterHost, report: Report, size: Size) -> None:
+    """Recorded engines that wait for nobody: what one front carries, by how many share it."""
+    host.worker("s0", "--step-ms", "1")
+    for count in size.streams:
+        length = max(16, min(1024, size.length * 128 // count))
+
+        async def scene(count: int = count, length: int = length) -> None:
+            rows = [asyncio.create_task(ask(host.port, stream_body(PROMPT, length))) for _ in range(count)]
+            await checked(host, rows, length)
+
+        rates = []
+        for _ in range(3):
+            start = monotonic()
+            asyncio.run(scene())
+            rates.append(count * length / (monotonic() - start))
+        report.add(f"tokens_per_second_c{count}", "1/s", rates, note=f"{length} tokens each, recorded engine")
+    host.clear()
 
 
 # -- CPU, memory, deaths ---------------------------------------------------------------------------------------
