@@ -63,7 +63,13 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     lap("attach")
     seat.take(
         seat.Seat(
-            weights=view, arena=arena, scheduled=heart.step_begins, stepped=heart.step_ends, ranks=others, meet=meet
+            weights=view,
+            arena=arena,
+            scheduled=heart.step_begins,
+            stepped=heart.step_ends,
+            ranks=others,
+            meet=meet,
+            packed=slot.packed_weights,
         )
     )
     torch.set_num_threads(slot.threads)

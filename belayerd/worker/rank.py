@@ -31,7 +31,11 @@ def run(rank: int, line: Line, worker_id: str, slot: Slot, config: Config, paths
     step_aside()
     view, arena, verified = attach(paths, worker_id, slot, rank)
     verified()
-    seat.take(seat.Seat(weights=view, arena=arena, scheduled=lambda tokens: None, stepped=lambda: None))
+    seat.take(
+        seat.Seat(
+            weights=view, arena=arena, scheduled=lambda tokens: None, stepped=lambda: None, packed=slot.packed_weights
+        )
+    )
     torch.set_num_threads(slot.threads)
     args = engine_args(config.model_named(slot.model), slot, config.router)
     args.seed = seed

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import rank_parts
-from tests.support.architectures import COUNT, ENGINES
+from tests.support.architectures import COUNT, ENGINES, PACKED
 from tests.support.owner_stack import REPO
 from tests.support.tiny_models import KINDS, REFUSED
 
@@ -75,6 +75,21 @@ def test_tokens_are_those_of_vllms_own_loader_before_and_after_an_update(results
     assert got["moved"] == [1, 2, ENGINES[kind][1] == "swap"]
     assert got["version"] == "2"
     assert [version for version, _ in got["oracles"]] == [1, 2]
+
+
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_weights_are_those_of_the_version_that_is_served(results: Results, kind: str) -> None:
+    """R4: a packed form that an update forgot would go on serving the old version under the new one's name."""
+    got, plain = results[f"packed-{kind}"], results[f"engine-{kind}"]
+    assert got["packed"] > 0
+    assert plain["packed"] == 0, "only where a slot asks for it"
+    for theirs, ours in zip(got["theirs"], got["ours"], strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        assert ours["logprobs"] == pytest.approx(theirs["logprobs"], abs=SAME)
+    assert got["ours"][0] != got["ours"][1], "other weights, other tokens"
+    assert got["across"] == got["continued"], "a request on board goes on with the new weights alone"
+    assert got["moved"][:2] == [1, 2]
+    assert got["outside"] == [], "what is packed is a view as well: verified, updated, shared"
 
 
 @pytest.mark.parametrize("kind", list(ENGINES))

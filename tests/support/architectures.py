@@ -27,6 +27,7 @@ ENGINES = {  # kind -> (dtype of the files, mode of the update)
     "gpt2": ("float32", "swap"),
     "qwen3_moe": ("float32", "swap"),
 }
+PACKED = ("llama", "gpt2")  # updated in place and by swap; gpt2 has biases and transposed files
 DTYPES = {"qwen3": "bfloat16", "gpt_neox": "bfloat16", "opt": "float16"}  # of files and engine; float32 elsewhere
 STATE_DICT = "gpt2"  # updated as a trainer does it: tied and transposed tensors from torch
 ASKED = "gpt2"  # its owner asks vLLM itself; for other kinds the answer is there already, to save ten seconds
@@ -134,11 +135,13 @@ def tokens_of_vllm(folder: Path, engines: list[Any]) -> dict[str, Any]:
     return {"tokens": list(made.token_ids), "logprobs": [row[token].logprob for token, row in rows]}
 
 
-def engine_case(kind: str, root: Path) -> dict[str, Any]:
+def engine_case(kind: str, root: Path, slot: str = "") -> dict[str, Any]:
+    """``slot``: more lines of its configuration."""
     from tests.support.owner_stack import Stack
 
     _, mode = ENGINES[kind]
-    stack = Stack("kv_bytes = 8388608\nmax_model_len = 128\nmax_num_seqs = 4", model=root / f"{kind}-1")
+    lines = f"kv_bytes = 8388608\nmax_model_len = 128\nmax_num_seqs = 4\n{slot}"
+    stack = Stack(lines, model=root / f"{kind}-1")
     stack.paths.config.write_text(stack.paths.config.read_text().replace("[[slot]]", f'update = "{mode}"\n[[slot]]'))
     try:
         if kind != ASKED:
@@ -169,7 +172,7 @@ def ours(stack: Any, second: Path, mode: str) -> dict[str, Any]:
     view = WeightsView(OwnerClient(path, Role.WORKER, "w"), model.name)
     view.verify()
     arena = ArenaView(OwnerClient(stack.paths.owner_sock("kv"), Role.WORKER, "w"), slot.name, slot.kv_bytes)
-    seat.take(seat.Seat(view, arena, lambda tokens: None, lambda: None))
+    seat.take(seat.Seat(view, arena, lambda tokens: None, lambda: None, packed=slot.packed_weights))
     args = engine_args(model, slot)
     args.skip_tokenizer_init = True
     core = Core(args, lambda client, outputs: None)
@@ -209,6 +212,7 @@ def ours(stack: Any, second: Path, mode: str) -> dict[str, Any]:
             if not view.mapping.contains(value.data_ptr(), value.numel() * value.element_size())
         ],
         "views": bound.views,
+        "packed": bound.packed_bytes,
     }  # fmt: skip
 
 
@@ -282,6 +286,8 @@ def main() -> None:
         cases[f"refused-{kind}"] = lambda kind=kind: refused(kind, root)  # type: ignore[misc]
     for kind in ENGINES:
         cases[f"engine-{kind}"] = lambda kind=kind: engine_case(kind, root)  # type: ignore[misc]
+    for kind in PACKED:
+        cases[f"packed-{kind}"] = lambda kind=kind: engine_case(kind, root, "packed_weights = true")  # type: ignore[misc]
     for name, case in cases.items():
         if wanted and name not in wanted:
             continue

@@ -227,6 +227,10 @@ def test_a_good_file_has_absolute_model_paths(tmp_path: Path, model: Path) -> No
         (GOOD + "kv_bytes = -1\n", ["slot[0].kv_bytes"]),
         (GOOD + "block_size = 16\n", ["slot[0].block_size", "multiple of 32"]),
         (GOOD + "[router]\nfronts = 0\n", ["router.fronts"]),
+        (
+            GOOD + 'packed_weights = true\ndevice = "gpu"\n[gpuowner]\nmemory = "cuda_vmm"\n',
+            ["slot[0].packed_weights", "for the CPU"],
+        ),
         (GOOD + "tensor_parallel = 0\n", ["slot[0].tensor_parallel"]),
         (GOOD + "tensor_parallel = 2\nkv_reuse = true\n", ["slot[0].kv_reuse", "tensor_parallel"]),
         (

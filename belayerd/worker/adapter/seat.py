@@ -20,8 +20,8 @@ from gpuowner.attach import ArenaView, WeightsView
 class Seat:
     """``scheduled`` is called inside each step, before the model runs, with its number of tokens; ``stepped`` after
     the step. ``bound``: what became of the model's tensors, once they are loaded. ``ranks``: the other processes of a
-    tensor-parallel worker, in its leader; ``meet``: the file where they meet; ``rank_digests``: of their
-    parts of the weights."""
+    tensor-parallel worker, in its leader; ``meet``: the file where they meet; ``rank_digests``: of their parts
+    of the weights. ``packed``: the slot wants its matrices in the CPU kernel's own form too."""
 
     weights: WeightsView
     arena: ArenaView
@@ -31,6 +31,7 @@ class Seat:
     ranks: Ranks | None = None
     meet: Path | None = None
     rank_digests: tuple[str, ...] = ()
+    packed: bool = False
 
 
 _seat: list[Seat] = []

@@ -6,11 +6,12 @@ switched off for every layer, on every CPU, and afterwards each parameter's addr
 
 Two kinds of tensors are private copies by design, said in the log and made anew for every weight version: buffers
 (the engine may write to them) and the experts of a mixture on the CPU, whose kernel reads only its own packed form.
+Where a slot asks for it (``packed_weights``), matrices are packed as well, beside the views and not in their place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
@@ -27,6 +28,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from belayer.clock import Stopwatch
 from belayer.errors import WeightsBroken
 from belayer.messages.owner import TensorSpec
+from belayerd.worker.adapter import packing
 from belayerd.worker.adapter.bound import Bound, Copied
 from belayerd.worker.adapter.seat import seat
 from gpuowner.attach import WeightsView
@@ -80,6 +82,8 @@ class OwnerLoader(BaseModelLoader):
             process_weights_after_loading(model, model_config, device)
         assert_inside(model, view, bound)
         _assert_nothing_derived(model, view, before)
+        if seat().packed:
+            bound = replace(bound, packed_bytes=packing.pack(model))
         seat().bound = bound
         logger.info("weights_bound", model=view.grant.model, version=view.grant.version, **bound.say())
         return model.eval()
@@ -215,6 +219,8 @@ def follow(model: nn.Module, view: WeightsView, bound: Bound, threads: int = 1) 
         _pack_again(layer, module, view)
     _fill_buffers(model, view)
     assert_inside(model, view, bound)
+    if bound.packed_bytes:
+        packing.pack(model)
     return Moved(was, view.grant.version, remapped, len(bound.copies), watch.ms())
 
 
