@@ -23,8 +23,8 @@ def fleet(paths: Paths, as_json: bool, timeout: float) -> int:
         console().print(f"{said.host} is in no fleet (fleet.listen is not set)")
     else:
         out = console()
-        out.print(_peers(said))
-        out.print(_slots(said))
+        out.print(peers(said))
+        out.print(slots(said))
         for line in reasons(said):
             out.print(line)
         for reason, count in said.dropped.items():
@@ -39,7 +39,7 @@ def reasons(said: FleetStatusReply) -> list[str]:
     return rows + [f"{host}/{slot} gets nothing new: {why}" for host, slot, why in unused]
 
 
-def _peers(said: FleetStatusReply) -> Table:
+def peers(said: FleetStatusReply) -> Table:
     table = _table(f"fleet of {said.host}: life {said.life}, listens at {said.listen}")
     for column in ("peer", "address", "state"):
         table.add_column(column, overflow="fold")
@@ -52,7 +52,7 @@ def _peers(said: FleetStatusReply) -> Table:
     return table
 
 
-def _slots(said: FleetStatusReply) -> Table:
+def slots(said: FleetStatusReply) -> Table:
     """Own slots first."""
     table = _table("slots")
     for column in ("slot", "state", "gen", "weights", "digest", "load", "used"):

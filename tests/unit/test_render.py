@@ -6,7 +6,8 @@ import msgspec
 from rich.console import Console, RenderableType
 
 from belayer.messages import control, router, sandbox
-from belayerctl import render
+from belayer.messages import fleet as fleet_messages
+from belayerctl import fleet, render
 
 LONG = "kernel refused the fence: process 4242 of the old tree is in state D since 12 s"
 
@@ -107,3 +108,26 @@ def test_incidents_and_router_fit() -> None:
         instance="i", pid=1, url="http://10.0.0.17:8000", slots=(seat,), running=256, waiting=0
     )
     cells_are_whole(shown(render.router(reply)), "rollout-0", "128", "256", "123456789")
+
+
+def test_a_fleet_with_long_names_and_long_reasons() -> None:
+    slot = fleet_messages.RemoteSlot(
+        slot="slot0", generation=3, state="serving", model="m", fingerprint="f", weight_version="4096",
+        weights_digest="3fa1bc77de01", load=63, capacity=64,
+    )  # fmt: skip
+    other = msgspec.structs.replace(slot, slot="slot1", weights_digest="99ff00aa1122")
+    nowhere = "its name host-c.example does not resolve: Name or service not known"
+    bytes_ = "weights 4096 of other bytes (digest 99ff00aa1122; slot0: 3fa1bc77de01)"
+    peers = (
+        fleet_messages.PeerView(
+            host="rack1-host-b", address="10.0.0.2:7300", state="up", answer_ms=1.2, forwarded=4, slots=(slot, other),
+            unused={"slot1": bytes_},
+        ),
+        fleet_messages.PeerView(host="rack1-host-c", address="host-c.example:7300", state="silent", why=nowhere),
+    )  # fmt: skip
+    said = fleet_messages.FleetStatusReply(
+        host="rack1-host-a", listen="10.0.0.1:7300", own=(slot,), peers=peers, serving={"rack1-host-b": 2}
+    )
+    cells_are_whole(shown(fleet.peers(said)), "rack1-host-b", "10.0.0.2:7300", "silent", "theirs here")
+    cells_are_whole(shown(fleet.slots(said)), "rack1-host-b/slot1", "serving", "99ff00aa", "63/64", "no", "here")
+    assert fleet.reasons(said) == [f"rack1-host-c: {nowhere}", f"rack1-host-b/slot1 gets nothing new: {bytes_}"]
