@@ -17,7 +17,8 @@ plain names, those of others end in its kind. Sizes: memory of one process and f
 
 Every restore is verified: hash of the process's memory, hashes of all files, a log without a gap that goes on, the
 shell's variable. A wrong one ends the run with exit code 1. The JSON also holds the phases of each row, and
---plot writes a second picture of them (``FILE-phases``).
+--plot writes a second picture of them (``FILE-phases``). --within MINUTES gives every part its share of that time: it
+ends early, after three repetitions at least, and n in the table says how many there were.
 """
 
 from __future__ import annotations
@@ -50,6 +51,15 @@ keep_checkpoints = 1
 """
 
 
+# Parts of one disk's time with --within; what is missing to 1 is for starts, loading and the last repetition of each.
+SHARES = {
+    **{"api_small": 0.03, "api_medium": 0.06, "api_large": 0.05, "plain": 0.02},
+    **{"small": 0.06, "medium": 0.10, "large": 0.22, "at_once_8": 0.04, "at_once_16": 0.05, "generations": 0.05},
+    **{"fork_small": 0.04, "fork_medium": 0.05},
+}
+LEAST = 3  # repetitions, whatever the time
+
+
 @dataclass
 class Series:
     """Milliseconds of the rounds of one size."""
@@ -63,7 +73,8 @@ class Series:
 
 @dataclass
 class Bench:
-    """One disk under measurement. ``tail``: what the names of its rows end in."""
+    """One disk under measurement. ``tail``: what the names of its rows end in. ``warm``: GiB. ``within_s``: seconds for
+    all of it, 0 for as long as it takes."""
 
     report: Report
     docker: str
@@ -71,6 +82,16 @@ class Bench:
     tail: str
     quick: bool
     phases: dict[str, dict[str, float]]
+    warm: int = 0
+    within_s: float = 0.0
+
+    def repeat(self, part: str, n: int, least: int = LEAST) -> Iterator[int]:
+        """0 to n - 1, as far as the time of ``part`` goes; ``least`` of them always."""
+        watch = Stopwatch()
+        for number in range(n):
+            if self.within_s and number >= least and watch.ms() > 1000 * self.within_s * SHARES[part]:
+                return
+            yield number
 
     @contextlib.contextmanager
     def host(self, path: str = "fast") -> Iterator[LocalHost]:
@@ -81,13 +102,14 @@ class Bench:
             made.wait("envkeeper", lambda: made.answers(made.paths.envkeeper_sock), 60)
             yield made
 
-    def rounds(self, host: LocalHost, size: Size, n: int, *, fresh_each: bool = True) -> Series:
+    def rounds(self, host: LocalHost, size: Size, n: int, part: str, *, fresh_each: bool = True) -> Series:
         """Checkpoint, kill, restore, verify."""
         out = Series()
         box = Sandbox.create(memory_mb=4096, pids=256, cpus=2.0, paths=host.paths)
         try:
             load(box, size)
-            for number in range(n):
+            for number in self.repeat(part, n, LEAST if fresh_each else n):
+                self._warm_for(size)
                 made = box.checkpoint([{"round": number}])
                 out.frozen.append(made.frozen_ms)
                 out.total.append(made.total_ms)
@@ -95,6 +117,7 @@ class Bench:
                 if fresh_each:
                     run(box, "X=lost")  # nothing of this may be seen again
                 box.kill()
+                self._warm_for(size)
                 watch = Stopwatch()
                 back = box.restore_info()
                 out.restored.append(watch.ms())
@@ -105,6 +128,11 @@ class Bench:
         finally:
             box.destroy()
         return out
+
+    def _warm_for(self, size: Size) -> None:
+        """Just before: a guest that reports its free pages to the hypervisor has cold ones again after two seconds."""
+        if size.memory_mb >= 1024:
+            warm(min(self.warm, 3))
 
     def add(self, metric: str, unit: str, values: list[float], base: list[float] | None = None, note: str = "") -> None:
         if values:
@@ -117,7 +145,7 @@ class Bench:
         }
 
     def size(self, host: LocalHost, size: Size, base: Series) -> None:
-        seen = self.rounds(host, size, size.quick if self.quick else size.n)
+        seen = self.rounds(host, size, size.quick if self.quick else size.n, size.name)
         note = str(size) + (f"; baseline: Docker's checkpoint API (n={len(base.frozen)})" if base.frozen else "")
         self.add(f"frozen_{size.name}", "ms", seen.frozen, base.frozen, note)
         self.add(f"checkpoint_total_{size.name}", "ms", seen.total, base.total, "call to READY, hashed and on disk")
@@ -127,7 +155,7 @@ class Bench:
 
     def plain_starts(self, host: LocalHost) -> None:
         took = []
-        for _ in range(2 if self.quick else 10):
+        for _ in self.repeat("plain", 2 if self.quick else 10):
             watch = Stopwatch()
             fresh = Sandbox.create(paths=host.paths)
             took.append(watch.ms())
@@ -141,7 +169,7 @@ class Bench:
                 load(box, SIZES[0])
             rates, frozen = [], []
             with ThreadPoolExecutor(count) as pool:
-                for _ in range(1 if self.quick else 10):
+                for _ in self.repeat(f"at_once_{count}", 1 if self.quick else 10):
                     watch = Stopwatch()
                     made = list(pool.map(Sandbox.checkpoint, boxes))
                     rates.append(count / (watch.ms() / 1000))
@@ -167,7 +195,7 @@ class Bench:
         try:
             load(box, size)
             box.checkpoint()
-            for _ in range(1 if self.quick else 3):
+            for _ in self.repeat(f"fork_{size.name}", 1 if self.quick else 3, least=1):
                 watch = Stopwatch()
                 made = box.fork(16)
                 took.append(watch.ms() / 1000)
@@ -182,7 +210,7 @@ class Bench:
         self.add(f"fork_16_{size.name}", "s", took, None, f"{size}; each fork verified")
 
     def generations(self, host: LocalHost) -> None:
-        seen = self.rounds(host, SIZES[0], 10, fresh_each=False)
+        seen = self.rounds(host, SIZES[0], 10, "generations", fresh_each=False)
         self.add("generation_checkpoint", "ms", seen.total, seen.total[:1], "ten in a row; baseline: the first")
         self.add("generation_restore", "ms", seen.restored, seen.restored[:1], "ten in a row; baseline: the first")
 
@@ -195,7 +223,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
             for size in sizes:
                 if not bench.quick or size.name == "small":
                     n = {"small": 10, "medium": 3, "large": 1}[size.name]
-                    base[size.name] = bench.rounds(host, size, 1 if bench.quick else n)
+                    base[size.name] = bench.rounds(host, size, 1 if bench.quick else n, f"api_{size.name}")
     with bench.host() as host:
         bench.plain_starts(host)
         for size in sizes:
@@ -262,6 +290,9 @@ def arguments() -> argparse.Namespace:
         "--disks", default="", help=f"comma separated: {', '.join(disks.KINDS)} (default: all; quick: host)"
     )
     options.add_argument("--disk-gib", type=int, default=14, help="size of the xfs and tmpfs disks")
+    options.add_argument(
+        "--within", type=float, default=0.0, help="minutes for each disk; fewer repetitions where needed (0: no limit)"
+    )
     options.add_argument("--sizes", default="", help="comma separated (default: all; quick: small)")
     options.add_argument("--podman", action="store_true", help="measure podman too (it must be installed)")
     options.add_argument("--no-docker-api", action="store_true", help="leave Docker's own way out (it takes minutes)")
@@ -291,7 +322,8 @@ def main() -> int:
             with disks.disk(kind, options.root, options.disk_gib) as folder, disks.engine(folder, binaries) as docker:
                 report.versions[f"disk_{number}"] = f"{kind}: {disks.kind_of(folder)}"
                 report.versions["docker"] = docker.client().version()["Version"]
-                bench = Bench(report, docker.url, folder, f"_{kind}" if number else "", options.quick, phases)
+                tail, within_s = f"_{kind}" if number else "", options.within * 60
+                bench = Bench(report, docker.url, folder, tail, options.quick, phases, options.warm, within_s)
                 # Docker 28 cannot bring a container back that has a network namespace of its own.
                 options.no_docker_api |= options.docker28
                 measure(bench, options)
