@@ -117,3 +117,13 @@ async def serve_until(stop: asyncio.Event, *services: Awaitable[None]) -> None:
 
 async def _forever(service: Awaitable[None]) -> None:
     await service
+
+
+async def feed_watchdog() -> None:
+    """A service that tells systemd that the event loop turns, three times as often as WatchdogSec asks for it; for ever
+    (sd_watchdog_enabled(3)). Nothing where no watchdog was asked for."""
+    period = int(os.environ.get("WATCHDOG_USEC", "0")) / 3e6
+    while period:
+        notify("WATCHDOG=1")
+        await asyncio.sleep(period)
+    await asyncio.Event().wait()

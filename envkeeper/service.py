@@ -12,7 +12,7 @@ import msgspec
 from belayer import log
 from belayer.clock import Stopwatch
 from belayer.config import Config
-from belayer.daemon import OnlyOne, new_instance, notify, serve_until
+from belayer.daemon import OnlyOne, feed_watchdog, new_instance, notify, serve_until
 from belayer.errors import BadMessage
 from belayer.messages import sandbox as m
 from belayer.messages.common import Done, FaultProof, Ping, Pong
@@ -181,7 +181,8 @@ async def run(config: Config, paths: Paths, stop: asyncio.Event, prefix: Path = 
     try:
         # The collector meets faults of Docker and of the disk, and goes on. What else it raises is a broken invariant,
         # like that of a request: the daemon ends, and adopts what runs when it is back.
-        await serve_until(stop, server.serve(), prefixes.collector.run_for_ever(_COLLECT_EVERY_S), _broken())
+        collecting = prefixes.collector.run_for_ever(_COLLECT_EVERY_S)
+        await serve_until(stop, server.serve(), collecting, _broken(), feed_watchdog())
     finally:
         await keeper.close()
         del only

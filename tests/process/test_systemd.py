@@ -79,6 +79,12 @@ def test_owner_keeps_descriptors_over_a_restart() -> None:
     assert service["Restart"] == "on-failure"
 
 
+def test_a_hung_envkeeper_is_ended_by_what_it_survives() -> None:
+    service = directives(UNITS / "envkeeper.service")["Service"]
+    assert (int(service["WatchdogSec"]), service["WatchdogSignal"]) == (60, "SIGKILL")
+    assert service["Restart"] == "on-failure"
+
+
 @pytest.mark.parametrize("unit", [u for u in SERVICES if u.name != "belayer-workers.service"], ids=lambda u: u.name)
 def test_a_refused_configuration_is_not_tried_again(unit: Path) -> None:
     assert directives(unit)["Service"]["RestartPreventExitStatus"] == "2"
@@ -226,6 +232,29 @@ def test_target_starts_every_daemon_and_status_answers(machine: Machine) -> None
         assert machine.show(unit, "ActiveState") == "active", f"{unit}: {machine.journal()}"
         assert machine.show(unit, "SubState") == "running"
     assert eventually(lambda: status(machine), within=30, what="belayerctl status answers")
+
+
+@pytest.mark.systemd
+def test_a_hung_envkeeper_is_killed_and_comes_back(machine: Machine) -> None:
+    """The unit's own watchdog, with a shorter patience."""
+    unit, more = "envkeeper.service", "/etc/systemd/system/envkeeper.service.d"
+    machine.ok(
+        f"mkdir -p {more} && printf '[Service]\\nWatchdogSec=5\\n' > {more}/short.conf && systemctl daemon-reload"
+    )
+    try:
+        machine.ok(f"systemctl restart {unit}", timeout=150)
+        hung = machine.show(unit, "MainPID")
+        machine.ok(f"kill -STOP {hung}")
+        assert machine.ok(f"cut -d' ' -f3 /proc/{hung}/stat") == "T\n"
+        eventually(lambda: "watchdog" in machine.journal().lower(), within=60, every=0.3, what="systemd has found it")
+        eventually(
+            lambda: machine.show(unit, "ActiveState") == "active" and machine.show(unit, "MainPID") not in ("0", hung),
+            within=120,
+            every=0.3,
+            what="another one serves",
+        )
+    finally:
+        machine.ok(f"rm -r {more} && systemctl daemon-reload && systemctl stop {unit}", timeout=90)
 
 
 def status(machine: Machine) -> dict[str, Any]:
