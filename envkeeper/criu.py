@@ -19,6 +19,7 @@ Field numbers: CRIU's RPC, https://criu.org/RPC.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import re
@@ -26,6 +27,7 @@ import shutil
 import signal
 import socket
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +38,9 @@ from envkeeper import pbuf, reasons
 from envkeeper.disk import FULL, is_full
 
 OLDEST = (4, 2)  # 4.1 fails on any inet socket on kernels >= 6.16, although its own check passes
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_CLONE_NEWNET = 0x40000000  # linux/sched.h
 
 _DUMP, _NOTIFY = 1, 6  # request types
 _IGNORE_CGROUPS = 0
@@ -199,15 +204,16 @@ class Criu:
 
     def _spawn(self, pid: int, theirs: socket.socket) -> subprocess.Popen[bytes]:
         fd = theirs.fileno()
-        return subprocess.Popen(
-            ["nsenter", f"--net=/proc/{pid}/ns/net", "--", str(self.binary), "swrk", str(fd)],
-            pass_fds=[fd],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={"PATH": self.search},
-            start_new_session=True,
-        )
+        with _network_of(pid):
+            return subprocess.Popen(
+                [self.binary, "swrk", str(fd)],
+                pass_fds=[fd],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={"PATH": self.search},
+                start_new_session=True,
+            )
 
     @staticmethod
     def _converse(sock: socket.socket, plan: DumpPlan, moment: Moment) -> BelayerError | None:
@@ -232,6 +238,31 @@ class Criu:
         if reply[2] == [1]:
             return None
         return _why_failed(plan, b"".join(_bytes(part) for part in reply.get(9, [])).decode(errors="replace"))
+
+
+@contextlib.contextmanager
+def _network_of(pid: int) -> Iterator[None]:
+    """This thread is in the network namespace of ``pid``, and so is what it starts (setns(2) is of the thread alone):
+    a program in between that does only this would be started for every dump."""
+    with contextlib.ExitStack() as held:
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        held.callback(os.close, home)
+        there = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        held.callback(os.close, there)
+        _enter(there)
+        try:
+            yield
+        finally:
+            try:
+                _enter(home)
+            except OSError as why:  # it must not do anything else there: the daemon ends, and adopts what runs
+                raise RuntimeError(f"a thread is caught in the network of pid {pid}") from why
+
+
+def _enter(namespace: int) -> None:
+    if _LIBC.setns(namespace, _CLONE_NEWNET):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _why_failed(plan: DumpPlan, said: str) -> BelayerError:

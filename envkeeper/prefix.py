@@ -171,9 +171,10 @@ class Prefixes:
         served.phases_ms["fence"] = fenced
         self._serve(box, manifest, served, birth)
         keeper.chore(box.store.claims.spend, claim)
+        aftermath = await keeper.thread(aftermath_of, keeper.host.engine, manifest, record)
+        # After the last thing that the caller waits for: Docker's removal takes as much of the host as its start does.
         keeper.chore(keeper.host.engine.remove, record.container_id)
         keeper.chore(keeper.lives.remove, record.incarnation)
-        aftermath = await keeper.thread(aftermath_of, keeper.host.engine, manifest, record)
         for words in aftermath.stale:
             keeper.log.warning("stale after a restore", sandbox=record.sandbox_id, what=words)
         total = watch.ms()
