@@ -107,21 +107,36 @@ def measure(root: Path, size: Size, report: Report) -> None:
                 short_requests(host, report, size)
         finally:
             host.stop()
+    several_fronts(root, size, report)
 
 
 # -- delay of a token ------------------------------------------------------------------------------------------
 
 
-def delays(host: RouterHost, report: Report, count: int, length: int) -> None:
+def several_fronts(root: Path, size: Size, report: Report) -> None:
+    """The same streams through two processes that answer on one port."""
+    folder = root / "fronts"
+    folder.mkdir()
+    host = RouterHost.start(folder, ["s0", "s1"], "fronts = 2\nrequest_deadline_s = 60.0")
+    try:
+        for count in size.streams:
+            delays(host, report, count, size.length, "_fronts2")
+    finally:
+        host.stop()
+
+
+def delays(host: RouterHost, report: Report, count: int, length: int, kind: str = "") -> None:
     step = max(STEP_MS, count / TOKENS_PER_S * 1e3)
     bare = [delay * 1e3 for delay in asyncio.run(through(host, count, length, step, bare_front))]
     routed = [delay * 1e3 for delay in asyncio.run(through(host, count, length, step, http))]
-    report.add(f"token_delay_c{count}", "ms", [percentile(routed, 50)], percentile(bare, 50), f"step {step:.0f} ms")
-    report.add(f"token_delay_p99_c{count}", "ms", [percentile(routed, 99)], percentile(bare, 99))
+    report.add(
+        f"token_delay{kind}_c{count}", "ms", [percentile(routed, 50)], percentile(bare, 50), f"step {step:.0f} ms"
+    )
+    report.add(f"token_delay_p99{kind}_c{count}", "ms", [percentile(routed, 99)], percentile(bare, 99))
     for percent in (50, 99):
         added = percentile(routed, percent) - percentile(bare, percent)
-        report.add(f"added_latency_p{percent}_c{count}", "ms", [added])
-    if not vllm_router.is_there():
+        report.add(f"added_latency_p{percent}{kind}_c{count}", "ms", [added])
+    if kind or not vllm_router.is_there():
         return
     beside = [delay * 1e3 for delay in asyncio.run(through(host, count, length, step, http_by_vllm_router))]
     for percent in (50, 99):

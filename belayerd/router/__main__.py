@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import signal
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,11 @@ def main(argv: list[str] | None = None) -> int:
         only = daemon.OnlyOne(paths.run, "router")
         quiet_vllm()
         if loaded.router.fronts > 1:
+            asked: list[int] = []
+            for number in (signal.SIGTERM, signal.SIGINT):  # until there is an event loop to take them
+                signal.signal(number, lambda got, _: asked.append(got))
             fronts = many.prepare(loaded, paths, only)
-            return daemon.run(lambda stop: _serve_many(loaded, paths, stop, fronts))
+            many.leave(lambda: daemon.run(lambda stop: _serve_many(loaded, paths, stop, fronts, asked)))
     except BelayerError as error:
         return daemon.say(error)
     return daemon.run(lambda stop: _serve(loaded, paths, stop, only))
@@ -76,8 +80,12 @@ async def _serve(loaded: config.Config, paths: Paths, stop: asyncio.Event, only:
         house.close()
 
 
-async def _serve_many(loaded: config.Config, paths: Paths, stop: asyncio.Event, made: many.Prepared) -> None:
-    """The fronts are processes of their own; all else is here."""
+async def _serve_many(
+    loaded: config.Config, paths: Paths, stop: asyncio.Event, made: many.Prepared, asked: list[int]
+) -> None:
+    """The fronts are processes of their own; all else is here. ``asked``: signals from before the event loop."""
+    if asked:
+        return  # asked to stop while vLLM was being imported: the zygote has forked nothing, and goes with us
     logger = log.setup("belayer-router")
     instance = daemon.new_instance()
     pair = keys_of(loaded)

@@ -18,7 +18,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from belayer import clock
 from belayer.errors import BelayerError, Refused
 from belayer.rpc import to_reply
 from belayerd.router import events as ev
@@ -36,14 +35,14 @@ _statuses: msgspec.msgpack.Decoder[dict[int, int]] = msgspec.msgpack.Decoder(dic
 
 @dataclass
 class Side:
-    """One life of one front. ``sent``, ``read``: bytes. ``asked_at``: of the oldest beat without an answer."""
+    """One life of one front. ``sent``, ``read``: bytes. ``beats``: without an answer, or since its birth until it
+    serves. They are counted, not timed: a router that stood still itself must not blame its fronts."""
 
     number: int
-    born_at: float
     pid: int = 0  # until the zygote has said it
     sent: int = 0
     read: int = 0
-    asked_at: float | None = None
+    beats: int = 0
     serving: bool = False
     added: int = 0
     given_up: bool = False
@@ -82,7 +81,7 @@ class FrontDoor:
 
     def expect(self, identity: bytes, number: int) -> Side:
         """A life of a front begins; what others say is dropped."""
-        side = self.sides[identity] = Side(number, clock.monotonic())
+        side = self.sides[identity] = Side(number)
         return side
 
     def lost(self, identity: bytes) -> None:
@@ -137,7 +136,7 @@ class FrontDoor:
                 question = fw.questions.decode(rest[1])
                 self._run(side, self._answer(identity, rest[0], question, rest[2:]))
             case b"heard":
-                side.read, side.asked_at = _numbers.decode(rest[0]), None
+                side.read, side.beats = _numbers.decode(rest[0]), 0
             case b"count":
                 self._heart.declined.update(_reasons.decode(rest[0]))
                 self._heart.mistakes.update(_statuses.decode(rest[1]))
@@ -149,7 +148,7 @@ class FrontDoor:
                 ready = self._heart.first_ready
                 self._send(identity, [b"welcome", *([] if ready is None else [ready])])
             case b"serving":
-                side.serving = True
+                side.serving, side.beats = True, 0
                 self._log.info("front_serves", front=side.number, pid=side.pid)
                 self.changed.set()
             case _:
@@ -285,19 +284,16 @@ class FrontDoor:
 
     async def _beat(self) -> None:
         while True:
-            now = clock.monotonic()
             for identity, side in list(self.sides.items()):
                 if side.given_up:
                     continue
-                if not side.serving:
-                    if now - side.born_at > START_S:
-                        self._give_up(identity, side, f"it did not serve within {START_S:g} s")
+                limit_s, what = (self._silence_s, "answer") if side.serving else (START_S, "serve")
+                if side.beats * BEAT_S >= limit_s:
+                    self._give_up(identity, side, f"it did not {what} for {limit_s:g} s")
                     continue
-                if side.asked_at is not None and now - side.asked_at > self._silence_s:
-                    self._give_up(identity, side, f"it did not answer for {self._silence_s:g} s")
-                    continue
-                side.asked_at = now if side.asked_at is None else side.asked_at
-                self._send(identity, [b"beat", fw.pack(side.sent)])
+                side.beats += 1
+                if side.serving:
+                    self._send(identity, [b"beat", fw.pack(side.sent)])
             await asyncio.sleep(BEAT_S)
 
     def _give_up(self, identity: bytes, side: Side, why: str) -> None:

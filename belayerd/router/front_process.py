@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from prometheus_client import values
+
 from belayer import log
 from belayerd.router import vllm_seam as seam
 from belayerd.router.front import Front
@@ -13,6 +15,8 @@ from belayerd.router.remote_heart import RemoteHeart
 
 def run(kit: Kit, number: int, identity: str) -> None:
     """Until SIGTERM. Raises HostUnfit for a model that cannot be served."""
+    # Its files are those of its number, not of its pid: the next life counts on, and no life leaves files behind.
+    values.ValueClass = values.MultiProcessValue(lambda: f"front{number}")
     asyncio.run(_serve(kit, number, identity))
 
 

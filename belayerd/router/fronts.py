@@ -105,6 +105,8 @@ class Fronts:
             place.pidfd = procs.open_pidfd(pid, procs.start_time(pid))
             self._loop.add_reader(place.pidfd, self._seen_dead, place)
         self._door.sides[place.identity.encode()].pid = pid
+        if self._stopping:
+            self._kill(place.identity.encode())  # it came too late to be told to stop
         self._log.info("front_starts", front=place.number, pid=pid)
 
     def _seen_dead(self, place: Place) -> None:

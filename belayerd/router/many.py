@@ -6,9 +6,9 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from belayer.config import Config
 from belayer.daemon import OnlyOne
@@ -46,6 +46,20 @@ def prepare(config: Config, paths: Paths, only: OnlyOne) -> Prepared:
     loads = Loads(config.router.fronts, 1 + len(slots))
     kit = front_zygote.Kit(config, paths, front.server_args(config), sock, slots, loads)
     return Prepared(front_zygote.start(kit, front_process.run, only.fileno()), loads, lock)
+
+
+def leave(run: Callable[[], int]) -> NoReturn:
+    """End this process with the exit code of ``run``, without taking the interpreter apart: all is closed by then, and
+    to free every object of vLLM one by one takes many seconds, in which no next life of the router could begin."""
+    code = 1
+    try:
+        code = run()
+    except BaseException:  # noqa: BLE001 as the interpreter itself would: the traceback, and 1
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 class Many:
