@@ -1,5 +1,6 @@
-"""Two whole hosts with real engines, as examples/ray_fleet starts them: a request of one runs on the other, whose main
-is killed under it, and the client sees the tokens of the unfailed run."""
+"""Two whole hosts with real engines, as examples/ray_fleet starts them, each in a network of its own: a request of one
+runs on the other, whose main is killed under it, which is cut off, and which dies as a whole; the client sees the
+tokens of the unfailed run."""
 
 from __future__ import annotations
 
@@ -13,30 +14,50 @@ from typing import Any
 
 import pytest
 
-from belayer.localhost import LocalHost, free_port
+from belayer import procs
+from belayer.localhost import LocalHost
 from belayer.messages.control import WorkerView
+from benchmarks import tiny
 from examples.ray_fleet.node import Node
+from tests.support.netlab import Net
+from tests.support.owner_stack import REPO
 from tests.support.router_host import MODEL
 from tests.support.streams import Seen, Stream, chat
 from tests.support.wait import eventually
 
 pytestmark = pytest.mark.engine
 
-TOKENS = 80
+TOKENS = 400
 BODY = chat(TOKENS, temperature=0.8, seed=11, presence_penalty=0.5, logprobs=True, ignore_eos=True)
+# A slot that is full gives its host's next request to the other: so the first host has room for one.
+FILLER = chat(1900, temperature=0, ignore_eos=True)
+SLOTS = {"node0": "max_num_seqs = 1", "node1": ""}
 
 
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[dict[str, Node]]:
+def net() -> Iterator[Net]:
+    made = Net()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def nodes(net: Net) -> Iterator[dict[str, Node]]:
     root = Path(tempfile.mkdtemp(prefix="bl-"))
-    where = {name: f"127.0.0.1:{free_port()}" for name in ("node0", "node1")}
-    made = {name: Node(name, listen, root / name, MODEL, 1) for name, listen in where.items()}
+    model = tiny.make(REPO / ".cache/models/belayer-tiny", MODEL)
+    where = {name: f"{net.add(name)}:7300" for name in SLOTS}
+    made = {
+        name: Node(name, listen, root / name, model, 1, net.hosts[name], SLOTS[name]) for name, listen in where.items()
+    }
     keys = {name: node.key() for name, node in made.items()}
     try:
         for name, node in made.items():
-            # node0 has no worker: only its router runs, as on a host whose engines are down.
-            node.start(keys, where, ("belayer-router",) if name == "node0" else None)
-        made["node1"].host.until_protected()
+            with net.entered(name):
+                node.start(keys, where)
+        for node in made.values():
+            node.host.until_protected()
         yield made
     finally:
         for node in made.values():
@@ -44,8 +65,8 @@ def nodes() -> Iterator[dict[str, Node]]:
         shutil.rmtree(root)
 
 
-def ask(node: Node) -> Stream:
-    stream = Stream(node.url, "/v1/chat/completions", BODY)
+def ask(node: Node, body: dict[str, Any] = BODY) -> Stream:
+    stream = Stream(node.url, "/v1/chat/completions", body)
     stream.start()
     return stream
 
@@ -55,22 +76,68 @@ def facts(seen: Seen) -> Any:
     return seen.token_ids, seen.text, seen.finishes, seen.usages, seen.roles, seen.done, len(seen.logprobs)
 
 
+def makers(seen: Seen) -> list[tuple[str, int]]:
+    rows = [(one["belayer"]["slot"], one["belayer"]["generation"]) for one in seen.chunks if "belayer" in one]
+    return list(dict.fromkeys(rows))
+
+
 def main_of(host: LocalHost) -> WorkerView:
     return next(worker for slot in host.status().slots for worker in slot.workers if worker.role == "main")
 
 
-def test_request_of_one_host_outlives_the_main_of_the_other(nodes: dict[str, Node]) -> None:
-    origin, other = nodes["node0"], nodes["node1"]
-    assert [peer["state"] for peer in origin.fleet()["peers"]] == ["up"]
-    truth = facts(ask(other).result(120))
-    assert len(truth[0]) == TOKENS
-    assert facts(ask(origin).result(120)) == truth
+def forwarded(origin: Node) -> tuple[Stream, Stream]:
+    """A stream of ``origin`` that has begun on the other host, because its own slot is full; and what fills that."""
+    origin.fleet()
+    filler = ask(origin, FILLER)
+    eventually(lambda: bool(filler.seen.token_ids), within=60, what="the first host is full")
     stream = ask(origin)
     eventually(lambda: len(stream.seen.token_ids) >= 8, within=60, what="tokens from the other host")
-    before = main_of(other.host)
-    os.kill(before.pid, signal.SIGKILL)
-    seen = stream.result(120)
+    assert makers(stream.seen)[0][0] == "node1/slot0"
+    return stream, filler
+
+
+def test_request_of_one_host_outlives_the_main_of_the_other(nodes: dict[str, Node]) -> None:
+    origin, other = nodes["node0"], nodes["node1"]
+    seen_by_origin = origin.fleet()
+    (peer,) = seen_by_origin["peers"]
+    assert peer["state"] == "up"
+    digests = {slot["weights_digest"] for slot in (*peer["slots"], *seen_by_origin["own"])}
+    assert len(digests) == 1, "the same files are the same bytes on both"
+    assert digests != {""}
+    truth = facts(ask(other).result(300))
+    assert len(truth[0]) == TOKENS
+    stream, filler = forwarded(origin)
+    os.kill(main_of(other.host).pid, signal.SIGKILL)
+    seen = stream.result(300)
+    filler.leave()
     assert facts(seen) == truth
-    makers = {(chunk["belayer"]["slot"], chunk["belayer"]["generation"]) for chunk in seen.chunks if "belayer" in chunk}
-    assert len(makers) == 2, "it was killed under the request"
-    assert {slot for slot, _ in makers} == {"node1/slot0"}
+    assert [slot for slot, _ in makers(seen)] == ["node1/slot0"] * 2, "it was killed under the request"
+
+
+def test_request_outlives_the_link_and_then_the_whole_other_host(nodes: dict[str, Node], net: Net) -> None:
+    origin, other = nodes["node0"], nodes["node1"]
+    other.host.until_protected()
+    truth = facts(ask(other).result(300))
+    for end in ("cut", "killed"):
+        stream, filler = forwarded(origin)
+        if end == "cut":
+            net.unplug("node1")
+        else:
+            kill_all(other.host)
+        filler.leave()
+        seen = stream.result(300)
+        assert facts(seen) == truth, end
+        assert [slot for slot, _ in makers(seen)] == ["node1/slot0", "slot0"], end
+        if end == "cut":
+            net.plug("node1")
+
+
+def kill_all(host: LocalHost) -> None:
+    """As a host that loses power: no process of it says or does another thing."""
+    while pids := host._sessions():
+        fds = [os.pidfd_open(pid) for pid in pids]
+        for fd in fds:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+        assert procs.wait_dead(fds, 30.0) == []
+        for fd in fds:
+            os.close(fd)

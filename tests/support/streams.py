@@ -88,6 +88,10 @@ class Stream(threading.Thread):
         self._url, self._body, self._headers = url + path, body, headers
         self.seen = Seen()
 
+    def leave(self) -> None:
+        """The client leaves at its next chunk."""
+        self._until = -1
+
     def run(self) -> None:
         try:
             with httpx.stream("POST", self._url, json=self._body, headers=self._headers, timeout=120) as answer:
