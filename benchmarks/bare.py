@@ -44,6 +44,10 @@ class Bare:
         self.steps_ms: list[float] = []  # of the last call: from one step's tokens to the next one's
         self.rate(1, 8)  # first use of every kernel
 
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
     def rate(self, concurrency: int, tokens: int) -> float:
         """Tokens per second. Raises RuntimeError when the child has ended."""
         assert self._child.stdin is not None

@@ -1,18 +1,22 @@
-"""What protection costs while nothing fails: tokens per second through Belayer over the bare engine loop (R8).
+"""What protection costs while nothing fails (R8): tokens per second and CPU time through Belayer over the bare loop.
 
     python -m benchmarks.overhead [--quick] [--json FILE] [--plot FILE]
 
-The same work at concurrency 1, 8 and 32, interleaved in each round: the bare loop (benchmarks.bare), and the same on
-matrices that can be shared ("unpacked": what sharing costs on this CPU is apart from what Belayer costs); through
-router, worker, heartbeat and with an idle shadow; the same without the shadow (belayerd and the shadow are killed for
-it, and started again). Streams are read over HTTP by a client in a process of its own, as a framework would. All of it
-shares the cores of one machine: with two, at high concurrency router and client compete with the engine, which on a GPU
-host they would not; the row without a shadow tells the shadow's own share apart. Every answer is counted to its last
-token.
+The same work at concurrency 1, 8 and 32, interleaved in each round. First on matrices as they are shared: the bare loop
+(benchmarks.bare, "unpacked"), the same through router, worker, heartbeat and with an idle shadow ("with"), and without
+the shadow ("without": belayerd and the shadow are killed for it, and started again). Then on packed matrices, as
+vLLM's own engine has them: the bare loop ("bare") and Belayer with ``packed_weights`` ("packed"). Streams are read over
+HTTP by a client in a process of its own, as a framework would; every answer is counted to its last token.
+
+All of it shares the cores of one machine: with two, at high concurrency router and client compete with the engine,
+which on a GPU host they would not. So beside each rate stands what noise moves less: ``engine_cpu``, milliseconds of
+CPU per token of the process that computes, over that of the bare loop's; ``cpu_idle``, ``cpu_load`` and
+``wakeups_idle`` of every process of Belayer, per second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,8 +24,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.request
+from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from belayer import procs
@@ -29,12 +37,15 @@ from belayer.clock import monotonic
 from belayer.errors import BelayerError
 from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
 from benchmarks.bare import Bare, prompt
+from benchmarks.cpu import Meter, Spent
 from benchmarks.report import Report, parser
 
 MODEL = Path(__file__).parents[1] / ".cache/models/SmolLM2-135M-Instruct"
 CONCURRENCY = (1, 8, 32)
-TOKENS = {1: 128, 8: 64, 32: 24}  # of each stream, by concurrency: some seconds each
-KINDS = ("bare", "unpacked", "with", "without")
+TOKENS = {1: 64, 8: 40, 32: 24}  # of each stream, by concurrency: some seconds each
+QUICK = dict.fromkeys(CONCURRENCY, 8)
+PAIRS = {"with": "unpacked", "packed": "bare"}  # through Belayer: the bare loop with the same arithmetic
+IDLE_S = 10.0
 EXTRA = "[policy]\nrepeat_window_s = 0.001\n[envkeeper]\nenabled = false\n"
 
 
@@ -71,23 +82,48 @@ def client(url: str, concurrency: int, tokens: int, first: int) -> None:
     print(made / seconds)
 
 
+@dataclass
+class Found:
+    """By kind and concurrency, a value for each round."""
+
+    rate: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))  # tokens/s
+    engine: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))  # CPU ms per token
+    idle: list[Spent] = field(default_factory=list)
+    load: list[Spent] = field(default_factory=list)
+
+
 class Served:
     """Rates over HTTP; prompts are never repeated, so nothing comes from a prefix cache."""
 
-    def __init__(self, host: LocalHost, url: str) -> None:
-        self._host, self._url, self._used = host, url, 1000
+    def __init__(self, host: LocalHost) -> None:
+        self._host, self._url, self._used = host, host.until_protected().router_url, 1000
+        self._workers: dict[str, int] = {}
 
     def rate(self, concurrency: int, tokens: int) -> float:
         command = [sys.executable, "-m", "benchmarks.overhead", "--client", self._url, str(concurrency), str(tokens)]
-        done = subprocess.run([*command, str(self._used)], check=True, capture_output=True, text=True)
+        done = subprocess.run([*command, str(self._used)], check=False, capture_output=True, text=True)
+        if done.returncode:
+            raise BelayerError(f"the client said: {done.stderr.strip().splitlines()[-1:]}")
         self._used += concurrency
         return float(done.stdout)
 
+    def pids(self) -> dict[str, int]:
+        """Of every process of Belayer on this host, by role."""
+        status = self._host.status()
+        self._workers = {worker.role: worker.pid for worker in status.slots[0].workers}
+        daemons = {name: self._host.pid(name) for name in ROLLOUT}
+        return {**daemons, **self._workers, "zygote": int(status.zygote.removeprefix("pid "))}
+
+    @property
+    def pid(self) -> int:
+        """Of the main, also while belayerd is down."""
+        return self._workers["main"]
+
     def lose_the_shadow(self) -> None:
         """belayerd first, so that nobody makes another one."""
-        shadow = next(w for w in self._host.status().slots[0].workers if w.role == "shadow")
+        shadow = self.pids()["shadow"]
         self._host.kill9("belayerd")
-        pidfd = os.pidfd_open(shadow.pid)
+        pidfd = os.pidfd_open(shadow)
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         alive = procs.wait_dead([pidfd], 10.0)
         os.close(pidfd)
@@ -99,36 +135,74 @@ class Served:
         self._host.until_protected()
 
 
-def measure(rounds: int, length: dict[int, int]) -> dict[str, dict[int, list[float]]]:
-    """kind -> concurrency -> tokens per second of each round."""
-    out: dict[str, dict[int, list[float]]] = {kind: {c: [] for c in CONCURRENCY} for kind in KINDS}
+def take(found: Found, kind: str, way: Bare | Served, concurrency: int, tokens: int) -> None:
+    meter = Meter(way.pids() if kind in PAIRS and isinstance(way, Served) else {"engine": way.pid})
+    rate = way.rate(concurrency, tokens)
+    spent = meter.spent()
+    if kind in PAIRS:
+        found.load.append(spent)
+    per_token = spent.cpu_ms["main" if kind in PAIRS else "engine"] / (concurrency * tokens)
+    found.rate[kind, concurrency].append(rate)
+    found.engine[kind, concurrency].append(per_token)
+    print(f"{kind} {concurrency}: {rate:.1f} tokens/s, {per_token:.2f} ms of CPU per token", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def served(extra_slot: str) -> Iterator[Served]:
     root = Path(tempfile.mkdtemp(prefix="belayer-bench-"))
     try:
-        with (
-            LocalHost(root, demo_config(MODEL, free_port(), slots=1, extra=EXTRA)) as host,
-            Bare(MODEL) as bare,
-            Bare(MODEL, packed=False) as unpacked,
-        ):
+        with LocalHost(root, demo_config(MODEL, free_port(), slots=1, extra_slot=extra_slot, extra=EXTRA)) as host:
             host.start(ROLLOUT)
-            served = Served(host, host.until_protected().router_url)
-            served.rate(1, 8)
-            kinds: list[tuple[str, Bare | Served]] = [("bare", bare), ("unpacked", unpacked), ("with", served)]
-            for turn in range(rounds):
-                for concurrency in CONCURRENCY:
-                    # By turns first and second, so that a machine that warms up or slows down favours none.
-                    for kind, way in kinds if turn % 2 else reversed(kinds):
-                        rate = way.rate(concurrency, length[concurrency])
-                        out[kind][concurrency].append(rate)
-                        print(f"round {turn + 1} {kind} {concurrency}: {rate:.1f} tokens/s", file=sys.stderr)
-                served.lose_the_shadow()
-                for concurrency in CONCURRENCY:
-                    rate = served.rate(concurrency, length[concurrency])
-                    out["without"][concurrency].append(rate)
-                    print(f"round {turn + 1} without {concurrency}: {rate:.1f} tokens/s", file=sys.stderr)
-                served.get_it_back()
+            yield Served(host)
     finally:
         shutil.rmtree(root)
-    return out
+
+
+def measure(rounds: int, length: dict[int, int], idle_s: float) -> Found:
+    found = Found()
+    for kind, base in PAIRS.items():
+        packed = kind == "packed"
+        with served("packed_weights = true" if packed else "") as way, Bare(MODEL, packed=packed) as bare:
+            way.rate(1, 8)  # first use
+            meter, pause = Meter(way.pids()), threading.Event()
+            pause.wait(idle_s)
+            found.idle.append(meter.spent())
+            for turn in range(rounds):
+                for concurrency, tokens in length.items():
+                    # By turns first and second, so that a machine that warms up or slows down favours none.
+                    pair: list[tuple[str, Bare | Served]] = [(base, bare), (kind, way)]
+                    for name, one in pair if turn % 2 else reversed(pair):
+                        take(found, name, one, concurrency, tokens)
+                if kind == "with":
+                    way.lose_the_shadow()
+                    for concurrency, tokens in length.items():
+                        take(found, "without", way, concurrency, tokens)
+                    way.get_it_back()
+    return found
+
+
+def rows(report: Report, found: Found) -> None:
+    for concurrency in CONCURRENCY:
+        for kind, base, metric in (
+            ("with", "unpacked", "throughput_ratio"),
+            ("packed", "bare", "throughput_ratio_packed"),
+            ("with", "without", "shadow_ratio"),
+        ):
+            mine, other = found.rate[kind, concurrency], found.rate[base, concurrency]
+            ratios = [one / than for one, than in zip(mine, other, strict=True)]
+            report.add(f"{metric} {concurrency}", "", ratios, 1.0, f"{kind} / {base}, by round")
+            mine, other = found.engine[kind, concurrency], found.engine[base, concurrency]
+            ratios = [than / one for one, than in zip(mine, other, strict=True)]
+            report.add(f"{metric}_cpu {concurrency}", "", ratios, 1.0, f"CPU of the engine: {base} / {kind}, by round")
+        for (kind, at), values in found.rate.items():
+            if at == concurrency:
+                report.add(f"tokens/s {kind} {concurrency}", "1/s", values)
+                report.add(f"engine_cpu {kind} {concurrency}", "ms", found.engine[kind, at], note="per token")
+    for name in found.idle[0].cpu_ms:
+        report.add(f"cpu_idle {name}", "ms/s", [one.cpu_ms[name] / one.seconds for one in found.idle])
+        report.add(f"wakeups_idle {name}", "1/s", [one.wakeups[name] / one.seconds for one in found.idle])
+        loads = [one.cpu_ms[name] / one.seconds for one in found.load if name in one.cpu_ms]
+        report.add(f"cpu_load {name}", "ms/s", loads, note="all concurrencies")
 
 
 def main() -> int:
@@ -136,19 +210,8 @@ def main() -> int:
         client(sys.argv[2], *map(int, sys.argv[3:6]))
         return 0
     arguments = parser(__doc__ or "").parse_args()
-    found = measure(1, dict.fromkeys(CONCURRENCY, 8)) if arguments.quick else measure(4, TOKENS)
     report = Report("overhead")
-    for concurrency in CONCURRENCY:
-        bare, unpacked, shadowed, alone = (found[kind][concurrency] for kind in KINDS)
-        ratios = [one / other for one, other in zip(shadowed, bare, strict=True)]
-        report.add(f"throughput_ratio {concurrency}", "", ratios, 1.0, "with shadow / bare loop, by round")
-        ratios = [one / other for one, other in zip(shadowed, unpacked, strict=True)]
-        report.add(f"throughput_ratio_unpacked {concurrency}", "", ratios, 1.0, "with shadow / bare loop, unpacked")
-        ratios = [one / other for one, other in zip(shadowed, alone, strict=True)]
-        report.add(f"shadow_ratio {concurrency}", "", ratios, 1.0, "with shadow / without, by round")
-        named = (("bare loop", bare), ("bare unpacked", unpacked), ("with shadow", shadowed), ("without", alone))
-        for kind, values in named:
-            report.add(f"tokens/s {kind} {concurrency}", "1/s", values)
+    rows(report, measure(1, QUICK, 3.0) if arguments.quick else measure(3, TOKENS, IDLE_S))
     report.write(arguments)
     return 0
 
