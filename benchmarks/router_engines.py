@@ -5,7 +5,8 @@ interleaved in each round:
 
 - bare: the engine loop in one process, nothing around it (benchmarks.bare); unpacked: the same on matrices that can be
   shared, as a worker's are: what sharing costs on this CPU is the difference of these two, and not the router's;
-- belayer: router, worker, heartbeat, idle shadow;
+- belayer: router, worker, heartbeat, idle shadow; belayer-packed: the same with ``packed_weights``, so with the
+  arithmetic of the bare loop and of vLLM's server;
 - vllm: vLLM's own server; vllm-router: the same server behind vllm-router.
 
 ``added_pP`` of a way is the P-th percentile of its gaps between two tokens of a stream, less that of the steps of the
@@ -168,11 +169,16 @@ def ways() -> Iterator[dict[str, Any]]:
         port = free_port()
         host = stack.enter_context(LocalHost(folder / "h", demo_config(tiny, port, slots=1, extra=EXTRA)))
         host.start(ROLLOUT)
+        same = free_port()  # the arithmetic of vLLM's server
+        config = demo_config(tiny, same, slots=1, extra_slot="packed_weights = true", extra=EXTRA)
+        packing = stack.enter_context(LocalHost(folder / "p", config))
+        packing.start(ROLLOUT)
         bare = stack.enter_context(Bare(tiny))
         unpacked = stack.enter_context(Bare(tiny, packed=False))
         host.until_protected()
+        packing.until_protected()
         server.wait()
-        found = {"bare": bare, "unpacked": unpacked, "belayer": port, "vllm": server.port}
+        found = {"bare": bare, "unpacked": unpacked, "belayer": port, "belayer-packed": same, "vllm": server.port}
         if vllm_router.is_there():
             found["vllm-router"] = stack.enter_context(
                 vllm_router.VllmRouter(f"http://127.0.0.1:{server.port}", folder)
