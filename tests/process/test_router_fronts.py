@@ -363,6 +363,7 @@ def test_sigterm_ends_streams_of_all_fronts_with_an_error(host: RouterHost) -> N
     for pidfd in pids:
         os.close(pidfd)
     with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections linger; a listener would refuse
         sock.bind(("127.0.0.1", host.port))
     host.come_back()
 
