@@ -4,7 +4,7 @@
 
 # command:package pairs; a command that is found (from whatever source) needs no package.
 WANTED="dockerd:docker.io runc:runc containerd:containerd iptables:iptables patchelf:patchelf debootstrap:debootstrap musl-gcc:musl-tools gcc:gcc
-g++:g++ git:git make:make ip:iproute2 mkfs.xfs:xfsprogs nsenter:util-linux tar:tar xz:xz-utils"
+g++:g++ git:git make:make ip:iproute2 mkfs.xfs:xfsprogs mkfs.btrfs:btrfs-progs nsenter:util-linux tar:tar xz:xz-utils"
 LIBRARIES="libnuma1 ca-certificates"
 
 missing=()

@@ -162,6 +162,12 @@ def quota() -> Iterator[Scene]:
             subprocess.run(["umount", "-l", top], check=True)
 
 
+NO_QUOTA = shutil.which("mkfs.btrfs") is None or "\tbtrfs\n" not in Path("/proc/filesystems").read_text()
+WITH_QUOTA = pytest.mark.skipif(
+    NO_QUOTA, reason="no file system with quotas: btrfs-progs or btrfs in the kernel is missing"
+)
+
+
 def in_a_checkpoint(scene: Scene, point: Point) -> None:
     before, box = scene.ready(), scene.box
     ask = FullCheckpoint(sandbox_id="box", incarnation=box.incarnation, boundary=box.boundary, context_digest="L")
@@ -199,13 +205,13 @@ def test_in_a_restore(scene: Scene, point: Point) -> None:
     in_a_restore(scene, point)
 
 
-@pytest.mark.skipif(shutil.which("mkfs.btrfs") is None, reason="no mkfs.btrfs (package btrfs-progs)")
+@WITH_QUOTA
 @pytest.mark.parametrize("point", [Point.CAPTURE_FROZEN, Point.CAPTURE_COPIED, Point.PUBLISH_HASHED])
 def test_a_quota_is_met_in_a_checkpoint(quota: Scene, point: Point) -> None:
     in_a_checkpoint(quota, point)
 
 
-@pytest.mark.skipif(shutil.which("mkfs.btrfs") is None, reason="no mkfs.btrfs (package btrfs-progs)")
+@WITH_QUOTA
 def test_a_quota_is_met_in_a_restore(quota: Scene) -> None:
     in_a_restore(quota, Point.RESTORE_CLAIMED)
 
