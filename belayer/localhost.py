@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from belayer import procs, statefile
 from belayer.clock import monotonic
@@ -86,7 +86,7 @@ class LocalHost:
         self.paths.config.write_text(config)
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> LocalHost:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -150,7 +150,7 @@ def _wait_for_pool(host: LocalHost, size: int) -> None:
 
     def full() -> bool:
         found = client.containers(filters={"label": label})
-        return sum(row["Labels"]["belayer.sandbox"].startswith("pool-") for row in found) >= size
+        return sum(str(row["Labels"]["belayer.sandbox"]).startswith("pool-") for row in found) >= size
 
     try:
         host.wait("the pool", full, 120)

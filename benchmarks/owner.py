@@ -279,8 +279,8 @@ def updating(report: Report, path: Path, rounds: int) -> None:
         base = float(np.median(seen[f"memcpy_{kind}"]))
         for mode in NAME:
             values = seen[f"update_{mode}_{kind}"]
-            share = f"{nbytes / 1e6:,.0f} of {size / 1e6:,.0f} MB"
-            note = f"{rate(nbytes, values)} ({share}); baseline: memcpy into memory in use"
+            of_all = f"{nbytes / 1e6:,.0f} of {size / 1e6:,.0f} MB"
+            note = f"{rate(nbytes, values)} ({of_all}); baseline: memcpy into memory in use"
             report.add(f"update_{mode}_{kind}", "ms", values, base, note)
             commits = seen[f"commit_{mode}_{kind}"]
             report.add(f"commit_{mode}_{kind}", "ms", commits, None, "of it: hash, seal, and the owner's own hash")
