@@ -8,170 +8,22 @@ the ledger names.
 from __future__ import annotations
 
 import os
-import signal
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from belayer import statefile
 from belayer.errors import Refused, WeightsTorn
 from belayer.messages import owner as m
-from gpuowner import core, ledger, recipes
+from gpuowner import core
 from gpuowner.digest import chunk_digests, root_digest
-from gpuowner.keeping import Caller, Store
-from gpuowner.recipe import Param, Piece, Recipe
-from gpuowner.safetensors_file import read_model
-from gpuowner.store import HolderStore, end_holder
+from gpuowner.keeping import Caller
+from gpuowner.store import HolderStore
 from gpuowner.vault import Vault
 from gpuowner.version import IN_PLACE, SWAP, Job, Source
 from gpuowner.vmem import MAP_SHARED, PROT_READ, PROT_WRITE, Mapping
+from tests.support.owner_deaths import SIZE, Body, Place, SteppingStore, Tell, every_death, nothing_leaks, void
 from tests.support.owners import tiny_model
-
-SIZE = 1 << 16
-Tell = Callable[[str], None]
-Body = Callable[[Vault, Tell], None]
-
-
-@dataclass
-class Points:
-    """Kills this process at the ``die_at``-th place between two effects."""
-
-    die_at: int
-    count: int = 0
-
-    def reach(self) -> None:
-        self.count += 1
-        if self.count == self.die_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-@dataclass
-class SteppingStore:
-    inner: HolderStore
-    points: Points
-
-    def describe(self) -> str:
-        return self.inner.describe()
-
-    def put(self, name: str, fd: int) -> None:
-        self.points.reach()
-        self.inner.put(name, fd)
-        self.points.reach()
-
-    def drop(self, name: str) -> None:
-        self.points.reach()
-        self.inner.drop(name)
-        self.points.reach()
-
-
-@dataclass
-class Place:
-    """Where lives of an owner follow each other."""
-
-    folder: Path
-    generation: int = 0
-    sources: dict[str, Source] = field(default_factory=dict)
-    slots: frozenset[str] | None = None
-
-    @property
-    def holder(self) -> Path:
-        return self.folder / "holder.sock"
-
-    @property
-    def ledger(self) -> Path:
-        return self.folder / "ledger"
-
-    def vault(self, store: Store) -> Vault:
-        self.generation += 1
-        return Vault(self.generation, self.ledger, store, slots=self.slots)
-
-    def revived(self) -> tuple[Vault, HolderStore]:
-        """The next life, in this process."""
-        store = HolderStore(self.holder)
-        vault = self.vault(store)
-        vault.revive(store.all(), self.sources)
-        return vault, store
-
-    def live(self, die_at: int, body: Body) -> tuple[bool, list[str]]:
-        """One life that ends at a point. (whether it was killed, what it had told)"""
-        told, tell = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                points = Points(die_at)
-                vault = self.vault(SteppingStore(HolderStore(self.holder), points))
-                write = vault.keeping.write
-
-                def stepping() -> None:
-                    points.reach()
-                    write()
-                    points.reach()
-
-                vault.keeping.write = stepping
-                body(vault, lambda text: void(os.write(tell, text.encode() + b"\n")))
-                code = 0
-            finally:
-                os._exit(code)
-        self.generation += 1
-        os.close(tell)
-        with os.fdopen(told) as pipe:
-            said = pipe.read().splitlines()
-        _, status = os.waitpid(pid, 0)
-        killed = os.waitstatus_to_exitcode(status) == -signal.SIGKILL
-        assert killed or status == 0, f"point {die_at}: the life failed, it had told {said}"
-        return killed, said
-
-
-def void(_: object) -> None:
-    pass
-
-
-@pytest.fixture
-def places() -> Iterator[Callable[[], Place]]:
-    made: list[Place] = []
-    with tempfile.TemporaryDirectory(prefix="blc-", dir="/tmp") as root:
-
-        def place() -> Place:
-            folder = Path(root) / str(len(made))
-            folder.mkdir()
-            made.append(Place(folder))
-            return made[-1]
-
-        yield place
-        for one in made:
-            end_holder(one.holder)
-
-
-def nothing_leaks(place: Place, vault: Vault, store: HolderStore) -> None:
-    found = store.all()
-    for fd in found.values():
-        os.close(fd)
-    saved = ledger.last(place.ledger)
-    assert saved is not None
-    named = {row.memory for row in saved.arenas} | {row.memory for row in saved.weights}
-    assert set(found) == named == set(vault.keeping.held)
-    store.close()
-
-
-def every_death(places: Callable[[], Place], body: Body, check: Callable[[Place, list[str], list[str]], None]) -> int:
-    """Run ``body`` to each of its points; ``check`` gets what had been told, and what a whole life tells."""
-    killed, whole = places().live(0, body)
-    assert not killed
-    n = 0
-    while True:
-        n += 1
-        place = places()
-        killed, told = place.live(n, body)
-        assert told == whole[: len(told)]
-        if not killed:
-            assert told == whole
-            return n - 1
-        check(place, told, whole)
-
 
 # --- arenas ---
 
@@ -418,84 +270,3 @@ def test_what_cannot_be_written_down_is_not_told_and_leaves_nothing(
         assert (entry.weights.state, entry.weights.version) == ("torn", 1)
         assert len(os.listdir("/proc/self/fd")) == descriptors
     nothing_leaks(place, vault, store)
-
-
-def test_ranks_of_a_model_are_allocations_of_their_own(places: Callable[[], Place], tmp_path: Path) -> None:
-    """Each rank has its memory, version and writer; all are adopted, and what is lost is known rank by rank."""
-    source = Source(tiny_model(tmp_path / "m", 1, SIZE), "float32", IN_PLACE)
-    place = places()
-    place.sources = {"m": source}
-
-    def life(vault: Vault, tell: Tell) -> None:
-        for rank in (0, 1):
-            vault.models.load("m", rank, source, lambda done, of, rate: None)
-        by = Caller(peer=1, who="trainer", pid=os.getpid(), pidfd=-1)
-        begin = m.BeginUpdate(model="m", rank=1, from_version=1, owner_generation=vault.generation)
-        vault.models.begin(begin, by)
-        tell("updating")
-
-    assert place.live(0, life) == (False, ["updating"])
-    vault, store = place.revived()
-    states = {key: entry.weights.state.value for key, entry in vault.models.entries.items()}
-    assert states == {("m", 0): "sealed", ("m", 1): "torn"}
-    grant, fd = vault.models.attach("m", 0, Caller(1, "w", os.getpid(), -1))
-    os.close(fd)
-    assert grant.rank == 0
-    with pytest.raises(WeightsTorn):
-        vault.models.attach("m", 1, Caller(1, "w", os.getpid(), -1))
-    nothing_leaks(place, vault, store)
-    end_holder(place.holder)
-    for entry in vault.models.entries.values():
-        assert entry.version is not None
-        entry.version.memory.close()
-    vault, store = place.revived()
-    assert {key: row.from_files for key, row in vault.to_load.items()} == {("m", 0): True, ("m", 1): False}
-    assert len(vault.lost) == 1, "the torn rank cannot be loaded again as if nothing had happened"
-    store.close()
-
-
-def test_other_parts_of_unchanged_files_keep_their_version(places: Callable[[], Place], tmp_path: Path) -> None:
-    """tensor_parallel raised, lowered, and raised over other files: one number for all parts, and another one for other
-    bytes only. A death between the parts changes nothing of it."""
-    folder, kept, place = tmp_path / "m", tmp_path / "kept", places()
-    kept.mkdir()
-
-    def written(seed: int) -> None:
-        tiny_model(folder, seed, SIZE)
-        tensors = read_model(folder)
-        for rank in (0, 1):  # a half each, as it would be vLLM's to say
-            count = SIZE // 4 // 2
-            piece = Piece("w", "w", (count,), rank * count, (1,), 0, (1,))
-            half = Recipe(params=(Param("w", (count,)),), pieces=(piece,))
-            statefile.save(recipes.answer_path(folder, tensors, "float32", kept, rank, 2), half)
-
-    def reborn(ranks: int, loads: int) -> dict[int, tuple[int, str]]:
-        """Number and digest of each part, in a life that asks for ``ranks`` of them and loads ``loads``."""
-        source = Source(folder, "float32", IN_PLACE, ranks=ranks, kept=kept)
-        place.sources = {"m": source}
-        vault, store = place.revived()
-        for rank in range(loads):
-            if ("m", rank) not in vault.models.entries:
-                vault.models.load("m", rank, source, lambda done, of, rate: None, vault.to_load.get(("m", rank)))
-        vault.keeping.save()
-        found = {rank: entry.weights.version for (_, rank), entry in vault.models.entries.items()}
-        said = {rank: (number, vault.models.entries["m", rank].info().digest) for rank, number in found.items()}
-        for entry in vault.models.entries.values():
-            assert entry.weights.state is core.WeightsState.SEALED
-            assert entry.version is not None
-            entry.version.memory.close()
-        store.close()
-        return said
-
-    written(seed=1)
-    one = reborn(ranks=1, loads=1)
-    assert {number for number, _ in one.values()} == {1}
-    assert set(reborn(ranks=2, loads=1)) == {0}, "this life ends between the two parts"
-    two = reborn(ranks=2, loads=2)
-    assert {rank: number for rank, (number, _) in two.items()} == {0: 1, 1: 1}
-    assert len({digest for _, digest in (*one.values(), *two.values())}) == 3
-    assert reborn(ranks=1, loads=1) == one
-    written(seed=2)
-    other = reborn(ranks=2, loads=2)
-    assert {rank: number for rank, (number, _) in other.items()} == {0: 2, 1: 2}
-    assert reborn(ranks=1, loads=1)[0][0] == 2
