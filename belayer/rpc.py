@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ import zmq.asyncio
 
 from belayer import wire
 from belayer.clock import monotonic
-from belayer.errors import BadMessage, BelayerError, DaemonUnreachable, from_code
+from belayer.errors import BadMessage, BelayerError, DaemonUnreachable, Refused, from_code
 from belayer.messages.common import ErrorReply
 
 Handler = Callable[[Any], Awaitable[msgspec.Struct]]
@@ -148,7 +149,8 @@ def decode_reply(data: bytes, reply: type[R]) -> R:
 
 
 class SyncClient:
-    """Blocking calls, for scripts and the client library; not thread-safe."""
+    """Blocking calls, for scripts and the client library; one thread at a time, since a zmq socket has no lock of its
+    own and two threads in one would wait for ever. A call beside another is refused."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -158,6 +160,7 @@ class SyncClient:
         self._socket.set(zmq.IMMEDIATE, 1)
         self._socket.connect(f"ipc://{path}")
         self._next = 0
+        self._used = threading.Lock()
 
     def call(
         self,
@@ -167,7 +170,24 @@ class SyncClient:
         same_life: Callable[[], bool] | None = None,
     ) -> R:
         """As Client.call. ``same_life``, asked while the answer is long in coming, ends the wait when it says that the
-        daemon that took the call is no more: nobody will answer it."""
+        daemon that took the call is no more: nobody will answer it. Raises Refused while another call runs."""
+        with self._alone(type(message).__name__):
+            return self._call(message, reply, timeout, same_life)
+
+    @contextlib.contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._used.acquire(blocking=False):
+            raise Refused(
+                f"{what}: this connection to {self._path} is inside a call of another thread",
+                kept="that call goes on, this one was not sent",
+                remedy="use one instance per thread",
+            )
+        try:
+            yield
+        finally:
+            self._used.release()
+
+    def _call(self, message: msgspec.Struct, reply: type[R], timeout: float, same_life: Callable[[], bool] | None) -> R:
         if self._socket.closed:
             raise DaemonUnreachable(f"this connection to {self._path} was closed", remedy="attach or create anew")
         deadline = monotonic() + timeout
@@ -190,8 +210,9 @@ class SyncClient:
         )
 
     def close(self) -> None:
-        self._socket.close()
-        self._context.term()
+        with self._alone("close"):
+            self._socket.close()
+            self._context.term()
 
 
 def call_sync(path: Path, message: msgspec.Struct, reply: type[R], timeout: float = 10.0) -> R:

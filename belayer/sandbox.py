@@ -6,7 +6,7 @@
     try: box.exec("make test", context=...)
     except SandboxLost: boundary, digest = box.restore()   # roll the LLM context back to the one with this digest
 
-Blocking; one instance per thread.
+Blocking; one instance per thread: a call beside another one is refused, `Sandbox.attach` gives a second instance.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ class Sandbox:
 
     def upload(self, source: Path | str, target: str, *, user: str = "", context: Sequence[Any] = ()) -> int:
         """Copy a file, or what is below a folder, to the absolute path ``target`` in the sandbox; the number of files.
-        Regular files and empty folders with their permission bits; anything else is refused before a byte is sent. It
-        changes E_k: every message of at most ``transfer.PART`` bytes is one action, and ``boundary`` grows with it."""
+        Regular files and folders with their permission bits (a folder that is there already keeps its own); anything
+        else is refused before a byte is sent. It changes E_k: every message of at most ``transfer.PART`` bytes is one
+        action, and ``boundary`` grows with it."""
         count = 0
         for files in transfer.parts(Path(source), target, user):
             ask = WriteFiles(

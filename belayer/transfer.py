@@ -15,8 +15,9 @@ PART = 4 << 20  # bytes of file content in one message
 
 
 def parts(source: Path, target: str, user: str) -> Iterator[list[FileIn]]:
-    """Messages worth of files, and of folders that are empty (the others come with what is in them). Raises Refused for
-    what is neither a regular file nor a folder, before the first one."""
+    """Messages worth of folders and files, each folder before what is in it: a private one is never open to others,
+    not even for a moment. Raises Refused before the first one, for what is neither a regular file nor a folder and for
+    a name that is not UTF-8."""
     found = list(_walk(source, target))
     batch, size = list[FileIn](), 0
     for path, name in found:
@@ -42,12 +43,15 @@ def _pieces(path: Path, name: str, user: str) -> Iterator[FileIn]:
 
 
 def _walk(source: Path, target: str) -> Iterator[tuple[Path, str]]:
+    try:
+        target.encode()
+    except UnicodeEncodeError as why:
+        said = f"{os.fsencode(source)!r} has a name that is not UTF-8, so it cannot be sent"
+        raise Refused(said, kept="nothing was written", remedy="upload an archive and unpack it there") from why
     kind = source.lstat().st_mode
     if stat.S_ISDIR(kind):
-        names = sorted(os.listdir(source))
-        if not names:
-            yield source, target.rstrip("/") or "/"
-        for name in names:
+        yield source, target.rstrip("/") or "/"
+        for name in sorted(os.listdir(source)):
             yield from _walk(source / name, f"{target.rstrip('/')}/{name}")
     elif stat.S_ISREG(kind):
         yield source, target

@@ -8,6 +8,7 @@ no docker-init: its containers dump but do not restore.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from envkeeper.recipe import Recipe
 AGENT_IN_SANDBOX = "/.belayer/agent"
 LABEL = "belayer"
 BOUND = frozenset({AGENT_IN_SANDBOX, lives.IN_SANDBOX, "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"})
+_LOOKS, _LOOK_S = 40, 0.05  # at a death that Docker has not heard of yet
 _REMOVALS = 5  # tries; each takes Docker a few hundredths of a second
 
 
@@ -261,10 +263,23 @@ class Engine:
         the death is known, and must be told."""
         try:
             with self._docker.reading("why a container died"):
-                state = self._inspect(container_id, GLANCE_S)["State"]
+                state = self._ended(container_id)
+                if state["Running"]:
+                    return "its end is not known there yet"
                 return f"exit code {state['ExitCode']}{', out of memory' if state.get('OOMKilled') else ''}"
         except BelayerError as why:
             return why.message
+
+    def _ended(self, container_id: str) -> dict[str, Any]:
+        """What Docker says of its end. The kernel tells us of a death some milliseconds before Docker knows; until then
+        it says that the container runs and that its exit code is 0."""
+        state: dict[str, Any] = self._inspect(container_id, GLANCE_S)["State"]
+        for _ in range(_LOOKS):
+            if not state["Running"]:
+                break
+            time.sleep(_LOOK_S)
+            state = self._inspect(container_id, GLANCE_S)["State"]
+        return state
 
     def remove(self, container_id: str) -> None:
         """Kill and remove; gone already is fine."""

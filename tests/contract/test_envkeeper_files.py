@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from belayer.errors import Fenced, Refused
+from belayer.errors import Fenced, Refused, SandboxLost
 from belayer.messages.sandbox import FileIn, FilesWritten, PathContent, ReadPath, WriteFiles
 from belayer.rpc import call_sync
 from belayer.sandbox import Sandbox
 from tests.support.envhost import EnvHost
+from tests.support.wait import eventually
 
 pytestmark = pytest.mark.docker
 
@@ -49,12 +51,19 @@ def test_a_tree_goes_in_and_comes_back(box: Sandbox, tmp_path: Path) -> None:
     (source / "tool").chmod(0o750)
     (source / "deep/nothing/in it").mkdir(parents=True)
     (source / "deep/nothing/in it").chmod(0o1711)
-    assert box.upload(source, "/srv/tree", user="nobody") == 4
+    (source / "secret").mkdir()
+    (source / "secret/key").write_bytes(b"private")
+    (source / "secret").chmod(0o550)
+    (source / "deep/er").chmod(0o2750)
+    source.chmod(0o700)
+    assert box.upload(source, "/srv/tree", user="nobody") == 5
+    for folder, mode in (("", "700"), ("/secret", "550"), ("/deep/er", "2750"), ("/deep", "755")):
+        assert box.exec(f"stat -c '%a %U' /srv/tree{folder}").stdout == f"{mode} nobody\n"
     assert box.exec("stat -c '%a %U %F' '/srv/tree/deep/nothing/in it'").stdout == "1711 nobody directory\n"
     assert box.exec("/srv/tree/tool; stat -c '%a %U' /srv/tree/tool /srv/tree/deep").stdout == (
         "ran\n750 nobody\n755 nobody\n"
     )
-    assert box.download("/srv/tree", tmp_path / "back") == 4
+    assert box.download("/srv/tree", tmp_path / "back") == 5
     for path in source.rglob("*"):
         other = tmp_path / "back" / path.relative_to(source)
         assert other.is_dir() if path.is_dir() else other.read_bytes() == path.read_bytes()
@@ -150,6 +159,34 @@ def test_bad_asks_are_refused_by_name(host: EnvHost, box: Sandbox, tmp_path: Pat
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(Refused, match="neither a file nor a folder"):
         box.upload(tmp_path, "/x")
+
+
+def test_a_name_that_is_no_utf8_is_refused_before_anything_is_written(box: Sandbox, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("good")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/bad-\xff")).write_text("odd")
+    before = box.boundary
+    with pytest.raises(Refused, match=r"bad-\\xff.*not UTF-8"):
+        box.upload(tmp_path, "/odd-names")
+    assert (box.boundary, box.exec("ls /odd-names").exit_code) == (before, 2)
+
+
+def test_a_call_beside_another_one_is_refused_by_name_and_disturbs_nothing(host: EnvHost, tmp_path: Path) -> None:
+    box = host.create()
+    box.checkpoint()
+    second = Sandbox.attach(box.sandbox_id, paths=host.paths)
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(box.exec, "sleep 600")
+        eventually(lambda: host.info(box.sandbox_id).state == "acting")
+        for call in (box.kill, box.checkpoint, box.close, lambda: box.download("/etc", tmp_path / "never")):
+            with pytest.raises(Refused, match="inside a call of another thread"):
+                call()
+        assert not slow.done()
+        assert "exit code 137" in second.kill().seen
+        with pytest.raises(SandboxLost, match="exit code 137"):
+            slow.result()
+    second.close()
+    box.restore()
+    box.destroy()
 
 
 def test_a_failure_in_the_middle_says_what_is_there(host: EnvHost, box: Sandbox) -> None:
