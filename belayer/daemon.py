@@ -17,7 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from belayer.errors import BelayerError, ConfigInvalid, HostNotReady, HostUnfit
+from belayer.errors import BelayerError, ConfigInvalid, DaemonUnreachable, HostNotReady, HostUnfit
 
 EXIT_REFUSED = 1
 EXIT_CONFIG = 2
@@ -101,7 +101,7 @@ def say(error: BelayerError) -> int:
     program = Path(sys.argv[0])
     name = program.parent.name if program.stem == "__main__" else program.stem
     print(f"{name}: {error}", file=sys.stderr)
-    if isinstance(error, HostNotReady):
+    if isinstance(error, HostNotReady | DaemonUnreachable):
         return EXIT_UNREACHABLE
     return EXIT_CONFIG if isinstance(error, ConfigInvalid | HostUnfit) else EXIT_REFUSED
 

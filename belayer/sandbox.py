@@ -11,7 +11,6 @@ Blocking; one instance per thread: a call beside another one is refused, `Sandbo
 
 from __future__ import annotations
 
-import socket
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import msgspec
 
 from belayer import transfer
 from belayer.errors import BelayerError, DaemonUnreachable, Refused, SandboxLost
+from belayer.lives import life_of
 from belayer.messages.common import Done, FaultProof, Ping, Pong
 from belayer.messages.sandbox import (
     MAX_ACTION_S,
@@ -303,13 +303,13 @@ def _call(
 ) -> R:
     """One call that outlives its daemon by seconds only. ``ended`` is raised when the life of envkeeper that may have
     taken it is over: it will never be answered."""
-    if _life(sock) is None:
+    if life_of(sock) is None:
         client.call(Ping(), Pong, _SLACK_S)  # it may be on its way back; the limit of the call itself can be minutes
-    life, over = _life(sock), False
+    life, over = life_of(sock), False
 
     def same_life() -> bool:  # asked only when the call was sent
         nonlocal life, over
-        now = _life(sock)
+        now = life_of(sock)
         life = life or now  # it was sent to the first one that came
         over = now is None or now != life
         return not over
@@ -317,24 +317,10 @@ def _call(
     try:
         return client.call(ask, kind, limit_s, same_life)
     except DaemonUnreachable as why:
-        if not over and (life is None or _life(sock) == life):
+        if not over and (life is None or life_of(sock) == life):
             raise
         raise ended or DaemonUnreachable(
             f"envkeeper ended in {type(ask).__name__}: whether it was done is unknown",
             kept="READY checkpoints",
             remedy="when envkeeper is back, what it had not finished is undone or listed: see `belayerctl sandboxes`",
         ) from why
-
-
-def _life(sock: Path) -> tuple[int, int] | None:
-    """Which life of envkeeper listens, by its socket's file (each life binds anew); None when none does. A killed one
-    leaves the file behind, a stopped one still has connections queued for it."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
-        try:
-            seen = sock.stat()
-            probe.connect(str(sock))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return None
-        except BlockingIOError:
-            pass  # its queue is full: it is there
-    return seen.st_ino, seen.st_ctime_ns

@@ -19,6 +19,7 @@ Not thread-safe. It holds no thread and no torch: ``work`` is anything with torc
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ from typing import Protocol
 from belayer import procs
 from belayer.clock import monotonic
 from belayer.errors import BelayerError, DaemonUnreachable, GroupBroken, MemberReplaced, Refused
+from belayer.lives import call_any_life, call_one_life
 from belayer.messages.common import Done
 from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate, WeightsUpdated
 from belayer.messages.trainer import (
@@ -66,7 +68,8 @@ class Trainer:
         self, model: str, *, name: str, paths: Paths | None = None, watched: bool = True, take_over: bool = False
     ) -> None:
         self.model, self.name = model, name
-        self._client = SyncClient((paths or Paths()).belayerd_sock)
+        self._sock = (paths or Paths()).belayerd_sock
+        self._client = SyncClient(self._sock)
         me = os.getpid() if watched else 0
         born = procs.start_time(me) if me else 0
         message = RegisterTrainer(trainer=name, model=model, pid=me, start_time=born, take_over=take_over)
@@ -91,11 +94,23 @@ class Trainer:
     @contextmanager
     def update(self, within_s: float = 60.0) -> Iterator[WeightsUpdated]:
         """Every engine of the model paused inside the block, at the sealed version and going after it. The writer
-        (gpuowner.update) writes and commits meanwhile. Raises ReplacementOwed before anything is paused. When the block
-        raises while the writer still lives, engines go on once it has ended, and the block's error stands."""
-        me = os.getpid()
-        begin = BeginWeightsUpdate(model=self.model, within_s=within_s, pid=me, start_time=procs.start_time(me))
-        begun = self._client.call(begin, WeightsUpdated, within_s + _CALL_S)
+        (gpuowner.update) writes and commits meanwhile. Raises before anything is paused ReplacementOwed, and Fenced
+        when this name was registered again; Fenced at the end when that happened inside the block (what was sealed is
+        served). When the block raises while the writer still lives, engines go on once it has ended, and the block's
+        error stands. A belayerd that is killed as the block ends is asked again in its next life."""
+        me, update = os.getpid(), secrets.token_hex(8)
+        begin = BeginWeightsUpdate(
+            model=self.model,
+            within_s=within_s,
+            pid=me,
+            start_time=procs.start_time(me),
+            update=update,
+            trainer=self.name,
+            epoch=self.epoch,
+        )
+        end = EndWeightsUpdate(model=self.model, update=update, trainer=self.name, epoch=self.epoch)
+        limit = within_s + _CALL_S
+        begun = call_one_life(self._sock, begin, WeightsUpdated, limit, limit)
         whole = False
         try:
             yield begun
@@ -103,11 +118,8 @@ class Trainer:
         finally:
             if not whole:  # belayerd ends it when the writer has ended; the block's own error is the one to show
                 with suppress(BelayerError):
-                    self._end(within_s)
-        self._end(within_s)
-
-    def _end(self, within_s: float) -> None:
-        self._client.call(EndWeightsUpdate(model=self.model), WeightsUpdated, within_s + _CALL_S)
+                    call_any_life(self._sock, end, WeightsUpdated, limit)
+        call_any_life(self._sock, end, WeightsUpdated, limit)
 
     def wait(self, work: Work, within_s: float, *, explain_s: float = 30.0) -> None:
         """Until the collective has ended. Raises MemberReplaced as soon as a main was replaced, though the collective

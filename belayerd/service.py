@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from belayer import log as logs
 from belayer import procs, statefile
-from belayer.clock import Stopwatch, monotonic, wall
+from belayer.clock import Stopwatch, wall
 from belayer.config import Config
 from belayer.daemon import OnlyOne, new_instance, notify
 from belayer.errors import BelayerError, DaemonUnreachable, HandoverFailed, Refused, SlotUnknown
@@ -86,7 +86,7 @@ class Supervisor:
         in_place = {model.name: model.update == "in_place" for model in config.model}
         slots = list(self._slots.values())
         self._trainers = Trainers(paths.trainers, slots, policy.on_replaced_command, self._log)
-        self._updates = Updates(slots, self._actions.weights, in_place, policy, self._log, self._trainers.refuse_owed)
+        self._updates = Updates(slots, self._actions.weights, in_place, policy, self._log, self._trainers)
         self._actions.held = self._updates.held
         self._zygote = Zygote(paths, config_path, self._log, self._zygote_failed)
         self._sealed_once: set[str] = set()  # models whose weights were seen whole in this life
@@ -294,10 +294,9 @@ class Supervisor:
             case InjectWorkerFault():
                 return await self._inject(message)
             case BeginWeightsUpdate():
-                opener = Opener(monotonic() + message.within_s, message.pid, message.start_time)
-                return await self._updates.begin(message.model, opener)
+                return await self._updates.begin(message.model, Opener.of(message))
             case EndWeightsUpdate():
-                return await self._updates.end(message.model)
+                return await self._updates.end(message)
             case RestoreSlot():
                 self._slot(message.slot).restore()
                 return Done(detail="starting again")

@@ -94,6 +94,11 @@ class Trainers:
             self._log.info("trainers have ended", trainers=gone)
             self._take(replacements.left(self._ledger, gone))
 
+    def fence(self, trainer: str, epoch: int) -> None:
+        """Raises Fenced for a life of ``trainer`` that has ended; ``trainer`` "" is nobody who registered."""
+        if trainer:
+            self._ledger.named(trainer, epoch)
+
     def refuse_owed(self, model: str) -> None:
         self.sweep()
         replacements.refuse_owed(self._ledger, model)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 from belayer import procs
 from belayer.clock import Stopwatch, monotonic
 from belayer.config import Policy
 from belayer.errors import BelayerError, Refused, WeightsBroken, WeightsTorn
 from belayer.messages.common import Done
-from belayer.messages.control import SlotWeights, WeightsUpdated
+from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate, SlotWeights, WeightsUpdated
 from belayer.messages.owner import OwnerStatusReply, WeightsInfo
 from belayer.messages.worker import FollowWeights, OracleReply, Pause, Proceed, WorkerStatus, WorkerStatusReply
 from belayerd.links import OwnerLink, WorkerLink
@@ -37,11 +37,20 @@ class Seat:
 
 @dataclass(frozen=True)
 class Opener:
-    """Who opened an update. ``until``: monotonic seconds; ``pid`` 0: a caller that did not name its process."""
+    """Who opened an update. ``until``: monotonic seconds; ``pid`` 0: a caller that did not name its process. The rest
+    as in BeginWeightsUpdate."""
 
     until: float
     pid: int = 0
     start_time: int = 0
+    update: str = ""
+    trainer: str = ""
+    epoch: int = 0
+
+    @classmethod
+    def of(cls, asked: BeginWeightsUpdate) -> Self:
+        until = monotonic() + asked.within_s
+        return cls(until, asked.pid, asked.start_time, asked.update, asked.trainer, asked.epoch)
 
     def may_still_write(self) -> bool:
         dead = procs.start_time(self.pid) != self.start_time or procs.state(self.pid) in ("", "Z")
@@ -63,6 +72,13 @@ class UpdatedSlot(Protocol):
     def try_again(self) -> None: ...
 
 
+class Roll(Protocol):
+    """Who is registered: belayerd.trainers."""
+
+    def fence(self, trainer: str, epoch: int) -> None: ...
+    def refuse_owed(self, model: str) -> None: ...
+
+
 class Updates:
     """``held``: models whose handovers wait at the gate, because their bytes may be changing under them."""
 
@@ -73,10 +89,10 @@ class Updates:
         in_place: Mapping[str, bool],
         limits: Policy,
         log: Any,
-        refuse_owed: Callable[[str], None],
+        roll: Roll,
     ) -> None:
         self._slots, self._weights, self._in_place, self._limits, self._log = slots, weights, in_place, limits, log
-        self._refuse_owed = refuse_owed
+        self._roll = roll
         self._locks = {model: asyncio.Lock() for model in in_place}
         self._open: dict[str, Opener] = {}
         self._said: dict[str, str] = {}
@@ -84,8 +100,9 @@ class Updates:
 
     async def begin(self, model: str, opener: Opener) -> WeightsUpdated:
         """Pause every main. Raises Refused when a handover does not end in time, ReplacementOwed while a trainer has
-        not acknowledged one, both with everything going on."""
+        not acknowledged one, Fenced for a life of a trainer that has ended, all with everything going on."""
         async with self._lock(model):
+            self._roll.fence(opener.trainer, opener.epoch)
             if model in self._open:
                 if self._open[model].may_still_write():
                     raise Refused(f"an update of {model} is open already", remedy="end it first")
@@ -96,7 +113,9 @@ class Updates:
             slots = self._of(model)
             try:
                 await self._until(lambda: all(slot.settled() for slot in slots), "a handover is running")
-                self._refuse_owed(model)  # after the wait: the handover just ended is one that it must know of
+                # After the wait: its place may have been taken, and the handover just ended is one it must know of.
+                self._roll.fence(opener.trainer, opener.epoch)
+                self._roll.refuse_owed(model)
                 done = await asyncio.gather(*(self._pause(slot) for slot in slots))
                 info = await self._info(model)
             except BelayerError:
@@ -105,13 +124,21 @@ class Updates:
             self._log.info("weights update begins", model=model, version=info.version)
             return WeightsUpdated(model=model, version=info.version, slots=tuple(done))
 
-    async def end(self, model: str) -> WeightsUpdated:
+    async def end(self, asked: EndWeightsUpdate) -> WeightsUpdated:
         """Every worker at the sealed version, and going. Raises WeightsTorn with the mains paused (what they map may
-        be torn), Refused while the writer is still there; then it ends by itself once the writer has."""
-        async with self._lock(model):
-            if model in self._open:
-                self._open[model] = Opener(until=0.0)
-            return await self._finish(model)
+        be torn), Refused while the writer is still there; then it ends by itself once the writer has. Also Refused
+        while another update is open, whose writer relies on the pause. Raises Fenced for a life of a trainer that has
+        ended; an update that it had open is ended before that, or engines would wait for nobody."""
+        async with self._lock(asked.model):
+            opened = self._open.get(asked.model)
+            if opened is None or asked.update != opened.update:
+                self._roll.fence(asked.trainer, asked.epoch)
+            if opened is not None:
+                await self._refuse_foreign(asked, opened)
+                self._open[asked.model] = replace(opened, until=0.0)
+            done = await self._finish(asked.model)
+            self._roll.fence(asked.trainer, asked.epoch)
+            return done
 
     async def look(self, status: OwnerStatusReply) -> None:
         """Once a second: what no open update explains is put right."""
@@ -140,6 +167,16 @@ class Updates:
             return True
         seats = [seat for slot in self._of(info.model) for seat in slot.seats() if seat is not None]
         return any(seat.paused or seat.version < info.version for seat in seats)
+
+    async def _refuse_foreign(self, asked: EndWeightsUpdate, opened: Opener) -> None:
+        if asked.update in ("", opened.update):
+            return
+        info = await self._info(asked.model)
+        raise Refused(
+            f"another update of {asked.model} is open (of process {opened.pid or 'unknown'})",
+            kept=f"v{info.version} is {info.state}, the other's pause",
+            remedy="nothing: engines follow what is sealed when that one ends",
+        )
 
     async def _put_right(self, model: str) -> None:
         try:

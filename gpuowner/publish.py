@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,14 +25,15 @@ from pathlib import Path
 from belayer import procs
 from belayer.clock import Stopwatch
 from belayer.daemon import say
-from belayer.errors import BelayerError
+from belayer.errors import BelayerError, DaemonUnreachable
+from belayer.lives import call_any_life, call_one_life
 from belayer.messages import owner as m
 from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate, WeightsUpdated
 from belayer.paths import Paths
-from belayer.rpc import call_sync
 from gpuowner.attach import OwnerClient
 from gpuowner.update import Update, begin_update
 
+_COMING_S = 10.0  # a belayerd that was killed leaves its socket, and is on its way back
 _HASH_S = 600.0  # the owner hashes all of a model before it answers a commit
 
 
@@ -39,24 +41,40 @@ _HASH_S = 600.0  # the owner hashes all of a model before it answers a commit
 def publishing(
     paths: Paths, model: str, *, mode: str = "", whole: bool = True, within_s: float = 120.0
 ) -> Iterator[Update]:
-    """Pause the engines of ``model``, yield its writer, commit at the end of the block and let the engines follow.
+    """Pause the engines of ``model``, yield its writer, commit at the end of the block and let the engines follow. A
+    belayerd that is killed meanwhile is asked again in its next life.
 
     ``whole``: every tensor will be written. ``within_s``: bound on each answer of belayerd, in seconds. Raises what the
     block raises after an abort; WeightsTorn, Refused, DaemonUnreachable as their messages say.
     """
-    me = os.getpid()
-    begin = BeginWeightsUpdate(model=model, within_s=within_s, pid=me, start_time=procs.start_time(me))
-    call_sync(paths.belayerd_sock, begin, WeightsUpdated, within_s)
+    me, name, sealed = os.getpid(), secrets.token_hex(8), 0
+    begin = BeginWeightsUpdate(model=model, within_s=within_s, pid=me, start_time=procs.start_time(me), update=name)
+    coming_s = _COMING_S if paths.belayerd_sock.exists() else 0.0
+    call_one_life(paths.belayerd_sock, begin, WeightsUpdated, within_s, coming_s)
     try:
         client = OwnerClient(paths.owner_sock("weights"), m.Role.LOADER, "publish", timeout=_HASH_S)
         try:
             with begin_update(client, model, mode=mode, whole=whole) as update:
                 yield update
                 update.commit()
+                sealed = update.version
         finally:
             client.close()
     finally:
-        call_sync(paths.belayerd_sock, EndWeightsUpdate(model=model), WeightsUpdated, within_s)
+        _end(paths, EndWeightsUpdate(model=model, update=name), within_s, sealed)
+
+
+def _end(paths: Paths, message: EndWeightsUpdate, within_s: float, sealed: int) -> None:
+    try:
+        call_any_life(paths.belayerd_sock, message, WeightsUpdated, within_s)
+    except DaemonUnreachable as why:
+        if not sealed:
+            raise
+        raise DaemonUnreachable(
+            f"v{sealed} of {message.model} is sealed, but no belayerd said that it is served: {why.message}",
+            kept=f"v{sealed}, every request",
+            remedy="start belayerd: it brings the engines to what is sealed",
+        ) from why
 
 
 def main() -> int:

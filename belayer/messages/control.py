@@ -132,18 +132,28 @@ class InjectWorkerFault(Message, frozen=True, kw_only=True, tag=True):
 class BeginWeightsUpdate(Message, frozen=True, kw_only=True, tag=True):
     """Pause every main of ``model``; requests are kept. Then the writer goes to gpuowner@weights. Whoever asks has to
     end it: when the process ``pid`` (its start time in clock ticks beside it) is gone, or after ``within_s``, and the
-    owner has no writer, the slots go on by themselves. ``pid`` 0: only the time counts."""
+    owner has no writer, the slots go on by themselves. ``pid`` 0: only the time counts. ``update``: a name that the
+    caller made up for this one update; its end carries the same. ``trainer`` "": none that is registered, else its life
+    is ``epoch``, and one that has ended is ``fenced`` before anything is paused."""
 
     model: str
     within_s: float = 60.0
     pid: int = 0
     start_time: int = 0
+    update: str = ""
+    trainer: str = ""
+    epoch: int = 0
 
 
 class EndWeightsUpdate(Message, frozen=True, kw_only=True, tag=True):
-    """Bring every main and shadow of ``model`` to the sealed version and go on. Also after an abort."""
+    """Bring every main and shadow of ``model`` to the sealed version and go on. Also after an abort. Asked again, it
+    answers with what is sealed then. ``update`` "": whichever is open; another one's pause is not ended (refused).
+    A life of ``trainer`` that has ended is ``fenced``; of its own update the pause is ended first."""
 
     model: str
+    update: str = ""
+    trainer: str = ""
+    epoch: int = 0
 
 
 class SlotWeights(msgspec.Struct, frozen=True, kw_only=True):
