@@ -22,7 +22,8 @@ from belayer.seqpacket import SeqClient
 _PING_S = 5.0
 _HOPELESS = 3  # starts in a row that failed; it is tried on, and said to be hopeless
 _BUSY = 0
-_IMPORT_S = 120.0  # importing vLLM takes 8-12 s of CPU, far longer on a busy host
+_IMPORT_S = 120.0  # importing vLLM takes 8-12 s of CPU, far longer on a busy host: then this is said
+_MODULE = "belayerd.worker.zygote"
 
 
 class Zygote:
@@ -37,6 +38,7 @@ class Zygote:
         self.pid = 0
         self.restarts = -1
         self.failure, self.hopeless, self._failures = "", False, 0
+        self._awaited = 0  # pid of one on its way
 
     async def run(self) -> None:
         while True:
@@ -57,6 +59,13 @@ class Zygote:
                 return pid
             if pid is _BUSY:
                 self._log.warning("zygote does not answer; it lives, so it is waited for")
+                continue
+            coming = self._importing()
+            if coming:
+                if coming != self._awaited:
+                    self._awaited = coming
+                    self._log.info("a zygote is on its way; it is waited for", pid=coming)
+                await asyncio.sleep(0.2)
                 continue
             try:
                 return await self._start()
@@ -80,13 +89,23 @@ class Zygote:
         finally:
             client.close()
 
+    def _importing(self) -> int:
+        """Pid of a zygote that holds the lock of this host and does not listen yet, 0: none. A life of belayerd before
+        this one may have started it, or it is slower than most."""
+        try:
+            pid = int((self._paths.run / "zygote.lock").read_text() or 0)
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            return 0
+        return pid if _MODULE.encode() in words else 0
+
     async def _start(self) -> int:
         words = self._paths.last_words("zygote")
         words.unlink(missing_ok=True)
         kills = lastwords.oom_kills("")
         # In a session of its own and without our pipes: it outlives us, and so do its workers.
         log = os.open(self._paths.log("zygote"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        command = [sys.executable, "-m", "belayerd.worker.zygote", "--config", str(self._config_path)]
+        command = [sys.executable, "-m", _MODULE, "--config", str(self._config_path)]
         try:
             child = await asyncio.to_thread(
                 subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -101,13 +120,14 @@ class Zygote:
             await asyncio.sleep(0.1)
             waited += 0.1
         code = child.poll()
+        if code is None:
+            raise DaemonUnreachable(
+                f"the zygote (pid {child.pid}) gave no answer in {_IMPORT_S:.0f} s; it is waited for, until it ends; "
+                f"log at {self._paths.log('zygote')}"
+            )
         self._failures += 1
         self.hopeless = code == EXIT_CONFIG or self._failures >= _HOPELESS
-        said = lastwords.read(words)
-        if not said and code is None:
-            said = f"no answer in {waited:.0f} s"
-        elif code is not None:
-            said = said or lastwords.how(code, child.pid, kills, lastwords.oom_kills(""))
+        said = lastwords.read(words) or lastwords.how(code, child.pid, kills, lastwords.oom_kills(""))
         raise DaemonUnreachable(f"the zygote did not start: {said}; log at {self._paths.log('zygote')}")
 
     async def _death(self, pid: int) -> None:

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse
 
 from belayer.config import Config
 from belayer.errors import ConfigInvalid, ErrorCode, HostUnfit
+from belayerd import vllm_words
 from belayerd.router import vllm_seam as seam
 from belayerd.router.client import LEAVING, BelayerClient, RouterFault
 from belayerd.router.events import SameId
@@ -82,8 +83,8 @@ class Front:
         try:
             self._engine = seam.make_engine(self._args, make_client, self._healthy, LEAVING)
         except (OSError, RuntimeError, ValueError) as why:  # what vLLM and transformers raise for such a model
-            first = str(why).strip().splitlines()[0]
-            raise HostUnfit(f"model {self._args.model} cannot be served: {first}") from why
+            said = f"model {self._args.model} cannot be served: {vllm_words.reason(why)}"
+            raise HostUnfit(said, remedy=vllm_words.remedy(why)) from why
         self.client = client[0]
         self._heart: Heart
 

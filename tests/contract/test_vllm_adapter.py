@@ -8,10 +8,13 @@ pytestmark = pytest.mark.engine
 
 torch = pytest.importorskip("torch")
 
+from pydantic import BaseModel, ValidationError, model_validator  # noqa: E402
 from torch import nn  # noqa: E402
+from vllm.v1.core import kv_cache_utils  # noqa: E402
 
 from belayer.errors import BelayerError, HostUnfit, WeightsBroken  # noqa: E402
 from belayer.messages.owner import TensorSpec  # noqa: E402
+from belayerd import vllm_words  # noqa: E402
 from belayerd.worker.adapter.arena import _AnswerZeros  # noqa: E402
 from belayerd.worker.adapter.checks import self_check  # noqa: E402
 from belayerd.worker.adapter.resume import Draws  # noqa: E402
@@ -121,3 +124,37 @@ def test_draws_are_those_of_the_stock_generator_at_every_position() -> None:
     draws.set_offset(draws.get_offset() - 4)
     draws.step_to(0)
     assert draw(draws) == expected[0]
+
+
+def test_too_little_kv_is_told_by_the_keys_of_ours() -> None:
+    """By vLLM's own check, whatever its words are; any other ValueError stays what it is."""
+    check = getattr(kv_cache_utils, vllm_words.KV_CHECK)
+    for available in (0, 5 << 20):
+        with pytest.raises(ValueError, match="gpu_memory_utilization") as caught:
+            check(available, lambda: 1 << 30, 4096, lambda have: 16)
+        said = str(vllm_words.too_little_kv(caught.value, 5 << 20, 4096))
+        assert said.startswith("slot.kv_bytes = 5242880 is too little for one request of slot.max_model_len = 4096")
+        assert said.endswith("; raise slot.kv_bytes, or lower slot.max_model_len")
+        assert "gpu_memory" not in said
+        assert "http" not in said
+    assert "maximum model length is 16" in said
+    assert vllm_words.too_little_kv(ValueError("available KV cache memory"), 1, 1) is None
+
+
+def test_a_model_that_vllm_refuses_is_told_with_the_whole_reason_and_our_key() -> None:
+    class Shape(BaseModel):
+        length: int
+
+        @model_validator(mode="after")
+        def refused(self) -> Shape:
+            raise ValueError(
+                f"User-specified max_model_len ({self.length})\nis greater than the derived max_model_len (n=2). "
+                "To allow overriding this maximum, set the env var VLLM_ALLOW"
+            )
+
+    with pytest.raises(ValidationError) as caught:
+        Shape(length=9)
+    why = vllm_words.reason(caught.value)
+    assert why == "User-specified max_model_len (9) is greater than the derived max_model_len (n=2)."
+    assert vllm_words.remedy(caught.value) == "lower slot.max_model_len"
+    assert (vllm_words.reason(KeyError()), vllm_words.remedy(KeyError())) == ("KeyError", "")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from belayer import procs
 from belayer.clock import Stopwatch
 from belayer.daemon import OnlyOne
 from belayer.errors import WorkerFailed
@@ -203,6 +204,30 @@ def test_a_zygote_that_is_killed_while_it_imports_is_told_by_its_signal() -> Non
         status = host.until("the failure", lambda s: "did not start" in s.zygote, 60.0)
         assert "killed by signal 9 (SIGKILL)" in status.zygote
         assert not status.zygote_failed, "once may be chance"
+    finally:
+        host.stop()
+        shutil.rmtree(root)
+
+
+def test_a_zygote_that_still_imports_is_waited_for_by_the_next_belayerd() -> None:
+    """It holds the lock and does not listen yet: no other one is tried, and nothing is said to have failed."""
+    root = Path(tempfile.mkdtemp(prefix="bl-"))
+    model = tiny.make(CACHE / "models/belayer-tiny", CACHE / "models/SmolLM2-135M-Instruct")
+    host = LocalHost(root, demo_config(model, free_port(), slots=1))
+    try:
+        host.start(ROLLOUT)
+        lock, log = host.paths.run / "zygote.lock", host.paths.log("belayerd")
+        pid = int(eventually(lambda: lock.exists() and lock.read_text(), within=120, what="a zygote on its way"))
+        os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: procs.state(pid) == "T", within=10, what="it stands still")
+        assert not host.paths.zygote_sock.exists(), "it does not listen yet"
+        host.kill9("belayerd")
+        host.spawn("belayerd")
+        eventually(lambda: "a zygote is on its way" in log.read_text(), within=60, what="it is waited for")
+        os.kill(pid, signal.SIGCONT)
+        host.until_protected()
+        assert int(lock.read_text()) == pid
+        assert "did not start" not in log.read_text()
     finally:
         host.stop()
         shutil.rmtree(root)

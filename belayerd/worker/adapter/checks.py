@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from belayer.errors import HostUnfit
+from belayerd import vllm_words
 
 VLLM = "0.32.0"
 
@@ -53,6 +54,8 @@ HOOKED: Hooked = (
     ("vllm.v1.core.block_pool", "BlockPool._remove_cached_block_hashes", ("block",)),
     ("vllm.v1.core.block_pool", "BlockPool.reset_prefix_cache", ()),
     ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.remove", ("block",)),
+    ("vllm.v1.core.kv_cache_utils", vllm_words.KV_CHECK, ("available_memory", "get_needed_memory")),
+    ("vllm.v1.engine.core", "EngineCore._initialize_kv_caches", ("vllm_config",)),
     ("vllm.v1.core.kv_cache_utils", "init_none_hash", ("hash_fn",)),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.may_reinitialize_input_batch", ("kv_cache_config",)),
     (f"{_SAMPLE}.thinking_budget_state", "ThinkingBudgetStateHolder.sync_batch", ("batch_update",)),

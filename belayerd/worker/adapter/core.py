@@ -7,16 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import structlog
+from vllm.config import VllmConfig
 from vllm.config.reasoning import ReasoningConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from belayer.config import Model, Router, Slot
 from belayer.errors import ConfigInvalid
+from belayerd import vllm_words
 from belayerd.worker.adapter import grammar, kernels
 from belayerd.worker.adapter.seat import seat
 
@@ -65,6 +68,9 @@ def preload(model: Model, slot: Slot, router: Router) -> None:
         config = engine_args(model, slot, router).create_engine_config()
     except (KeyError, RuntimeError) as why:  # no parser of that name; or the tokenizer lacks its words
         raise ConfigInvalid(f"router.reasoning_parser {router.reasoning_parser!r}: {str(why).strip(chr(39))}") from why
+    except ValueError as why:
+        said = f"slot {slot.name}: model {model.path} cannot be served: {vllm_words.reason(why)}"
+        raise ConfigInvalid(said, remedy=vllm_words.remedy(why)) from why
     grammar.prepare(config.model_config)
     kernels.prepare()
 
@@ -111,6 +117,16 @@ class Core(EngineCoreProc):
         EngineCore.__init__(self, config, Executor.get_class(config), log_stats=False)
         self._vocab = config.model_config.get_vocab_size()
         self._max_len = config.model_config.max_model_len
+
+    def _initialize_kv_caches(self, vllm_config: VllmConfig) -> KVCacheConfig:
+        try:
+            return super()._initialize_kv_caches(vllm_config)
+        except ValueError as why:
+            given = vllm_config.cache_config.kv_cache_memory_bytes or 0
+            known = vllm_words.too_little_kv(why, given, vllm_config.model_config.max_model_len)
+            if known is None:
+                raise
+            raise known from why
 
     def add(self, request: EngineCoreRequest, prefix: list[int]) -> None:
         """Take in a request, continuing after the output tokens ``prefix``.

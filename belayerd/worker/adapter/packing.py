@@ -49,7 +49,7 @@ def _product(name: str, weight: Tensor) -> Callable[[Tensor, Tensor, Tensor | No
     try:
         packed = ops.create_onednn_mm(weight.t(), _SHAPES)
     except RuntimeError as why:
-        raise _not_here(name, weight, str(why).splitlines()[0]) from why
+        raise _not_here(name, weight, " ".join(str(why).split())) from why
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         made: Tensor = ops.onednn_mm(packed, x, bias)
