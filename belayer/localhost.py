@@ -194,8 +194,24 @@ class LocalHost:
                 child.kill()
                 child.wait(10)
         self._children.clear()
+        groups = procs.Cgroups(procs.tag_of(self.paths.run))
         pids = [worker.pid for slot in last.slots for worker in slot.workers] if last else []
         pids += self._sessions()
+        for _ in range(5):  # a zygote may have forked one more before it was dead
+            self._end(pids)
+            groups.kill_all()
+            pids = [*self._sessions(), *groups.all_pids()]
+            if not pids:
+                break
+        else:
+            raise WorkerFailed(
+                f"SIGKILL does not end {pids}, below {self.root}", remedy="look at their stacks in /proc"
+            )
+        groups.remove_all()
+
+    @staticmethod
+    def _end(pids: list[int]) -> None:
+        """SIGKILL, and seen dead within ten seconds, or not."""
         fds = []
         for pid in pids:
             try:
@@ -206,7 +222,6 @@ class LocalHost:
         procs.wait_dead(fds, 10.0)
         for fd in fds:
             os.close(fd)
-        procs.Cgroups(procs.tag_of(self.paths.run)).remove_all()
 
     def _destroy_sandboxes(self) -> None:
         """Sandboxes outlive envkeeper by design; those of a private root end with it."""

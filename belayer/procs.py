@@ -185,6 +185,18 @@ class Cgroups:
         except FileNotFoundError:
             return
 
+    def kill_all(self) -> None:
+        """SIGKILL every process below the folder of this host."""
+        if self.base is not None:
+            (self.base / "cgroup.kill").write_text("1")
+
+    def all_pids(self) -> list[int]:
+        """Of all groups of this host, zombies not counted."""
+        if self.base is None:
+            return []
+        pids = [pid for folder in self.base.iterdir() if folder.is_dir() for pid in self.pids(folder.name)]
+        return [pid for pid in pids if state(pid) not in ("", "Z")]
+
     def remove_all(self) -> None:
         """The whole folder, once every worker of the host is dead; a group that still holds a process stays."""
         if self.base is None:

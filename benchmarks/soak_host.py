@@ -63,10 +63,10 @@ class SoakHost(LocalHost):
         return self.paths.zygote_sock.exists() or None
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
-        if self.zygote is not None:
+        if self.zygote is not None:  # first, or it forks one more
             self.zygote.kill()
             self.zygote.wait()
+        self.stop()
 
     @property
     def port(self) -> int:

@@ -8,6 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
+from belayer import procs
 from belayer.localhost import LocalHost
 
 
@@ -29,3 +32,23 @@ def test_a_users_program_with_the_root_in_its_environment_is_not_killed() -> Non
             for child in (users, ours):
                 child.kill()
                 child.communicate()
+
+
+def test_a_worker_that_no_status_has_told_of_is_ended_by_its_control_group() -> None:
+    """As one is that a zygote forks while the host is stopped. Its name is nobody's."""
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        host = LocalHost(Path(folder), "")
+        groups = procs.Cgroups(procs.tag_of(host.paths.run))
+        if groups.base is None:
+            pytest.skip("no control groups can be made here: the trees of workers are sessions")
+        place = Path(groups.make("slot0-unknown"))
+        worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        try:
+            (place / "cgroup.procs").write_text(str(worker.pid))
+            assert groups.all_pids() == [worker.pid]
+            host.stop()
+            assert worker.wait(10) == -9
+            assert not groups.base.exists()
+        finally:
+            worker.kill()
+            worker.communicate()

@@ -36,11 +36,11 @@ class SaboteurHost(LocalHost):
         self.until_protected()
 
     def stop(self) -> None:
-        super().stop()
-        if self._zygote is not None:
+        if self._zygote is not None:  # first, or it forks one more
             self._zygote.kill()
             self._zygote.wait()
             self._zygote = None
+        super().stop()
 
     @contextmanager
     def sabotage(self, what: str) -> Iterator[None]:
