@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from starlette.types import Message, Send
 
+from belayer.errors import ErrorCode
 from belayerd.router.ticket import Ticket
 
 _EVENT, _END = b"data: {", b"}\n\n"
@@ -65,7 +66,7 @@ class Answer:
             if self._start is not None:
                 start, self._start = self._start, None
                 if body.startswith(_ERROR):
-                    await self._refuse(body)
+                    await self._refuse(_typed(body))
                     return
                 await self._send(start)
             kept = self._event(body)
@@ -96,7 +97,9 @@ class Answer:
 
     def _event(self, body: bytes) -> bytes | None:
         """The chunk as it goes out; None: the client has it."""
-        if not (body.startswith(_EVENT) and body.endswith(_END)) or body.startswith(_ERROR):
+        if body.startswith(_ERROR):
+            return _typed(body)
+        if not (body.startswith(_EVENT) and body.endswith(_END)):
             return body
         if self._ticket.skipping:
             if not _FINISH.search(body):
@@ -123,6 +126,17 @@ class Answer:
             return body + end
         stamp = {"slot": maker.slot, "generation": maker.generation, "position": position}
         return body + b',"belayer":' + msgspec.json.encode(stamp) + end
+
+
+def _typed(body: bytes) -> bytes:
+    """vLLM gives every error of a stream one type. Ours begin with their code, which is their type everywhere else."""
+    chunk, end, more = body.partition(b"\n\n")
+    told: dict[str, Any] = msgspec.json.decode(chunk[len(b"data: ") :])
+    code = str(told["error"].get("message", "")).partition(": ")[0]
+    if code not in ErrorCode.__members__.values():
+        return body
+    told["error"]["type"] = code
+    return b"data: " + msgspec.json.encode(told) + end + more
 
 
 def _finish_only(body: bytes) -> bytes:

@@ -36,9 +36,11 @@ class RouterFault(seam.GracefulHTTPError, seam.GenerationError):  # type: ignore
     """A typed error on its way to the HTTP client. By its first base vLLM passes it through ``generate()`` as it is;
     by its second a broken stream ends with it as an error chunk, without a traceback in the log."""
 
-    def __init__(self, error: BelayerError, status: HTTPStatus | None = None) -> None:
+    def __init__(self, error: BelayerError, status: HTTPStatus | None = None, ticket: Ticket | None = None) -> None:
+        """The message begins with the code: by that a stream's chunk is known (answer.py), which vLLM makes of it."""
         status = status or _STATUS.get(error.code, HTTPStatus.INTERNAL_SERVER_ERROR)
-        super().__init__(f"{error.code}: {error}", status)
+        said = str(error) if ticket is None else ticket.in_its_words(str(error))
+        super().__init__(f"{error.code}: {said}", status)
         self.status_code = status
         self.code = error.code
 
@@ -46,8 +48,10 @@ class RouterFault(seam.GracefulHTTPError, seam.GenerationError):  # type: ignore
 class Failure:
     """In the queue behind the outputs that came before it: the request ends with this error."""
 
-    def __init__(self, request_id: str, error: BelayerError, status: HTTPStatus | None = None) -> None:
-        self.request_id, self.fault = request_id, RouterFault(error, status)
+    def __init__(
+        self, request_id: str, error: BelayerError, ticket: Ticket | None, status: HTTPStatus | None = None
+    ) -> None:
+        self.request_id, self.fault = request_id, RouterFault(error, status, ticket)
 
 
 class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
@@ -127,9 +131,9 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
             self._forget(request_id)
         self._heart.abort(request_ids, left=LEAVING.get())
 
-    def _forget(self, reader: str) -> None:
-        self._tickets.pop(reader, None)
+    def _forget(self, reader: str) -> Ticket | None:
         self._gates.pop(reader, None)
+        return self._tickets.pop(reader, None)
 
     async def get_output_async(self) -> Any:
         while True:
@@ -236,13 +240,11 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
             self.outputs_queue.put_nowait(message)
 
     def fail(self, request_id: str, error: BelayerError) -> None:
-        self._forget(request_id)
-        self.outputs_queue.put_nowait(Failure(request_id, error))
+        self.outputs_queue.put_nowait(Failure(request_id, error, self._forget(request_id)))
 
     def refuse(self, request_id: str, error: BelayerError) -> None:
-        self._forget(request_id)
         status = HTTPStatus.CONFLICT if isinstance(error, Refused) else None
-        self.outputs_queue.put_nowait(Failure(request_id, error, status))
+        self.outputs_queue.put_nowait(Failure(request_id, error, self._forget(request_id), status))
 
     def ready(self, payload: bytes) -> None:
         if self._welcomed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,7 +187,7 @@ class Guard:
         if extras.request_id is not None:
             if not 0 < len(extras.request_id) <= _MAX_ID:
                 raise Declined(400, "bad_request", f"a request id has 1 to {_MAX_ID} characters")
-            ticket.named = True
+            ticket.named, ticket.own, ticket.inside = True, extras.request_id, inside(path, extras.request_id)
         ticket.position, ticket.on_death = extras.belayer_position, extras.belayer_on_death
         if extras.request_id is not None or ticket.position is not None:
             ticket.repeats = await self._check_id(NAMES[path].format(extras.request_id), extras)
@@ -210,6 +211,14 @@ class Guard:
                 return True
             said = f"request {extras.request_id} has {known.tokens} known tokens"
         raise Declined(404, "request_unknown", f"{said}; send it without a position")
+
+
+def inside(path: str, own: str) -> re.Pattern[str]:
+    """All names of this client's requests: of each prompt, of each choice, with vLLM's random suffix and without."""
+    name = re.escape(NAMES[path].format(own))
+    if NAMES[path].endswith("-0"):
+        name = name.removesuffix("0") + r"\d+"
+    return re.compile(rf"(?<!\w)(?:\d+_)?{name}(?:-[0-9a-f]{{8}})?(?!\w)")
 
 
 def _shape(body: bytes) -> _Shape:

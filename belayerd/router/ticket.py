@@ -7,6 +7,7 @@ before the next is asked for: so the tokens counted when an output is taken are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -39,9 +40,12 @@ class Course:
 class Ticket:
     """``named``: the client gave an id of its own. ``position``: how many tokens of it the client has (None: it does
     not repeat). ``skipping``: the chunks now made are those that the client has. ``tokens_out``: the route
-    that answers with tokens. ``repeats``: a request with its id is known, and may have another content."""
+    that answers with tokens. ``repeats``: a request with its id is known, and may have another content. ``own``: the
+    client's id; ``inside``: what vLLM and the router make of it."""
 
     named: bool = False
+    own: str = ""
+    inside: re.Pattern[str] | None = None
     position: int | None = None
     on_death: OnDeath | None = None
     pin: str = ""
@@ -53,6 +57,10 @@ class Ticket:
     prompts: int = 0  # how many prompts the request had; positions are told for one
     skipping: bool = False
     proceed: Callable[[], None] | None = None  # called once when the client's own part has been told
+
+    def in_its_words(self, said: str) -> str:
+        """With the client's own id, the only one that it knows."""
+        return self.inside.sub(lambda found: self.own, said) if self.inside else said
 
     def took(self, index: int, tokens: int, whole: bool) -> None:
         """The front end took an output with so many tokens; ``whole``: all so far, not only new ones."""

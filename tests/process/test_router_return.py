@@ -257,7 +257,9 @@ def test_another_content_under_a_known_id_is_a_409_before_the_stream_begins(host
     truth = repeat(host, path, name, None)
     refused = httpx.post(host.url + path, json=OTHER[path], headers=headers, timeout=30)
     assert (refused.status_code, refused.headers["content-type"]) == (409, "application/json")
-    assert "another content" in refused.json()["error"]["message"]
+    error = refused.json()["error"]
+    assert (error["type"], error["code"]) == ("refused", 409)
+    assert error["message"].startswith(f"refused: request id {name} belongs to a request with another content")
     again = repeat(host, path, name, 0)  # the story itself is as it was
     assert (again.status, again.token_ids, again.done) == (200, truth.token_ids, 1)
     assert repeat(host, path, name, TOKENS + 1).status == 404
