@@ -19,7 +19,7 @@ def reason(why: BaseException) -> str:
     are, not which."""
     said = "; ".join(str(row["msg"]) for row in why.errors()) if isinstance(why, ValidationError) else str(why)
     said = " ".join(said.replace("Value error, ", "").split())
-    return _ADVICE.sub("", said).strip(" '") or type(why).__name__
+    return _ADVICE.sub("", said).strip(" '").removesuffix(".") or type(why).__name__
 
 
 def remedy(why: BaseException) -> str:

@@ -21,7 +21,7 @@ from envkeeper.recipe import Recipe
 AGENT_IN_SANDBOX = "/.belayer/agent"
 LABEL = "belayer"
 BOUND = frozenset({AGENT_IN_SANDBOX, lives.IN_SANDBOX, "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"})
-_LOOKS, _LOOK_S = 40, 0.05  # at a death that Docker has not heard of yet
+_LOOKS, _LOOK_S = 100, 0.05  # at a death that Docker has not heard of yet
 _REMOVALS = 5  # tries; each takes Docker a few hundredths of a second
 
 

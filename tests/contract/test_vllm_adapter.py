@@ -155,6 +155,6 @@ def test_a_model_that_vllm_refuses_is_told_with_the_whole_reason_and_our_key() -
     with pytest.raises(ValidationError) as caught:
         Shape(length=9)
     why = vllm_words.reason(caught.value)
-    assert why == "User-specified max_model_len (9) is greater than the derived max_model_len (n=2)."
+    assert why == "User-specified max_model_len (9) is greater than the derived max_model_len (n=2)"
     assert vllm_words.remedy(caught.value) == "lower slot.max_model_len"
     assert (vllm_words.reason(KeyError()), vllm_words.remedy(KeyError())) == ("KeyError", "")
