@@ -28,7 +28,6 @@ from belayer.rpc import to_reply
 from belayerd.worker.adapter.core import Core
 from belayerd.worker.adapter.device import CpuDevice, Device
 from belayerd.worker.adapter.reuse import Reuse
-from belayerd.worker.adapter.seat import seat
 from belayerd.worker.following import Following
 from belayerd.worker.fronts import Fronts
 from belayerd.worker.heart import Heart
@@ -91,6 +90,7 @@ class Standing:
     oracle: m.Oracle | None = None
     failure: str = ""
     start_ms: dict[str, float] = field(default_factory=dict)
+    rank_digests: tuple[str, ...] = ()  # of the parts of the weights that ranks 1 and up map
 
 
 class Outbox:
@@ -289,7 +289,7 @@ class Engine:
             epoch=self._arena.epoch,
             weight_version=self._weights.grant.version,
             weights_digest=self._weights.grant.digest,
-            rank_digests=seat().rank_digests,
+            rank_digests=self._standing.rank_digests,
             oracle=standing.oracle,
             failure=standing.failure,
             running=running,

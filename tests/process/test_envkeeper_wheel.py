@@ -96,14 +96,24 @@ def test_the_arm64_agent_runs(installed: Path, tmp_path: Path) -> None:
         pid = int(eventually(children.read_text, within=30, what="PID 1 of the namespace").split()[0])
         pidfd = open_pidfd(pid)
         try:
-            eventually((run / "belayer-agent.sock").exists, within=30, what="the agent listens", every=0.05)
-            speak(AgentLink(pid, pidfd))
+            link = AgentLink(pid, pidfd)
+            eventually(lambda: listens(link), within=60, what="the agent listens", every=0.05)
+            speak(link)
         finally:
             # By hand: the death of its parent does not end PID 1 of a namespace.
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
     finally:
         holder.wait(30)
+
+
+def listens(link: AgentLink) -> bool:
+    """Its socket is there a moment before it listens."""
+    try:
+        link.status(30)
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    return True
 
 
 def speak(link: AgentLink) -> None:

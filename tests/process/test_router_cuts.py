@@ -163,11 +163,12 @@ def test_two_slots_one_dies_every_stream_is_equal(host: RouterHost) -> None:
     bodies = [completion(TOKENS, prompt="word " * n) for n in range(1, 9)]
     truths = [unfailed(host, "/v1/completions", body) for body in bodies]
     first = host.worker("s0", "--hold-at", "5")
-    host.worker("s1", "--step-ms", "2")
+    second = host.worker("s1", "--hold-at", "5")  # or a fast slot is the least loaded for ever
     streams = [Stream(host.url, "/v1/completions", body) for body in bodies]
     for stream in streams:
         stream.start()
-    eventually(lambda: host.slot("s0").running >= 3, what="streams on both slots")
+    eventually(lambda: host.slot("s0").running >= 3, within=60, what="streams on both slots")
+    second.release()
     die(host, first)
     host.worker("s0")
     for stream, truth in zip(streams, truths, strict=True):

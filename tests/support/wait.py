@@ -11,8 +11,9 @@ from belayer.clock import monotonic
 T = TypeVar("T")
 
 
-def eventually(probe: Callable[[], T], *, within: float = 10.0, what: str = "", every: float = 0.01) -> T:
-    """The first truthy answer of ``probe``; AssertionError naming ``what`` after ``within`` seconds."""
+def eventually(probe: Callable[[], T], *, within: float = 60.0, what: str = "", every: float = 0.01) -> T:
+    """The first truthy answer of ``probe``; AssertionError naming ``what`` after ``within`` seconds: many, since a
+    loaded machine is slow and a fact that comes costs none of them."""
     deadline = monotonic() + within
     pause = threading.Event()
     while True:
