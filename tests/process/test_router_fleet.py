@@ -77,9 +77,9 @@ def hosts(pair: tuple[FleetHost, FleetHost]) -> Iterator[tuple[FleetHost, FleetH
         host.clear()
 
 
-def forwarded(a: FleetHost, b: FleetHost) -> tuple[Stream, FakeWorker]:
-    """A request to a host without a worker, that has had ``CUT`` tokens of the other host's."""
-    worker = b.worker("s0", "--hold-at", str(CUT))
+def forwarded(a: FleetHost, b: FleetHost, *more: str) -> tuple[Stream, FakeWorker]:
+    """A request to a host without a worker, with ``CUT`` tokens of the other host's. ``more``: of its worker."""
+    worker = b.worker("s0", "--hold-at", str(CUT), *more)
     a.may_use(REMOTE)
     before = a.slot(REMOTE).tokens_total
     stream = Stream(a.url, PATH, BODY)
@@ -379,7 +379,8 @@ def test_nothing_else_crosses_hosts(hosts: tuple[FleetHost, FleetHost], net: Net
 def test_earlier_life_of_a_host_is_fenced(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
     """The last test: a host stands still and a copy takes its place, as after a failover; then the first one wakes."""
     a, b = hosts
-    stream, worker = forwarded(a, b)
+    same = ("--digest", "aaaa")  # as host-a last knew them, in an earlier test
+    stream, worker = forwarded(a, b, *same)
     first = a.peer("host-b").life
     b.process.send_signal(signal.SIGSTOP)
     net.unplug("b")
@@ -393,7 +394,7 @@ def test_earlier_life_of_a_host_is_fenced(hosts: tuple[FleetHost, FleetHost], ne
     try:
         eventually(copy.answers, within=240, what=f"the copy answers; see {root}/router.log", every=0.1)
         eventually(lambda: a.peer("host-b").life > first and a.peer("host-b").state == "up", within=60, what="the copy")
-        copied = copy.worker("s0")
+        copied = copy.worker("s0", *same)
         makers = [(REMOTE, worker.generation), (REMOTE, copied.generation)]
         whole(a, stream, list(dict.fromkeys(makers)))
         assert copied.running() == 0
