@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from belayer.errors import BelayerError, Refused
+from belayer.lastwords import words_of
 from belayer.rpc import to_reply
 from belayerd.router import events as ev
 from belayerd.router import front_wire as fw
@@ -134,7 +135,7 @@ class FrontDoor:
                 self._heart.abort(ids, left)
             case b"ask":
                 question = fw.questions.decode(rest[1])
-                self._run(side, self._answer(identity, rest[0], question, rest[2:]))
+                self._run(identity, side, self._answer(identity, rest[0], question, rest[2:]))
             case b"heard":
                 side.read, side.beats = _numbers.decode(rest[0]), 0
             case b"count":
@@ -163,10 +164,17 @@ class FrontDoor:
         self._readers[event.request_id] = identity
         self._heart.add(event)
 
-    def _run(self, side: Side, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, identity: bytes, side: Side, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         side.tasks.add(task)
-        task.add_done_callback(side.tasks.discard)
+        task.add_done_callback(lambda done: self._answered(identity, side, done))
+
+    def _answered(self, identity: bytes, side: Side, task: asyncio.Task[None]) -> None:
+        """A front waits for its answer without a deadline, so one that cannot be given must not be passed over."""
+        side.tasks.discard(task)
+        why = None if task.cancelled() else task.exception()
+        if why is not None and not side.given_up:
+            self._give_up(identity, side, f"its question could not be answered: {words_of(why)}")
 
     async def _answer(self, identity: bytes, number: bytes, question: Any, frames: Sequence[bytes]) -> None:
         more: Sequence[bytes] = ()

@@ -46,7 +46,6 @@ class RemoteHeart:
         self._asked: dict[bytes, asyncio.Future[tuple[bytes, Sequence[Any]]]] = {}
         self._number = 0
         self._sends: set[Awaitable[Any]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         # What is said last (aborts, at SIGTERM) still goes out; the router has died or reads on.
@@ -109,15 +108,16 @@ class RemoteHeart:
 
     async def read(self) -> None:
         """Until cancelled. What the router says cannot be wrong while this front is whole: it raises BadMessage."""
-        while True:
-            frames = await self._socket.recv_multipart(copy=False)
-            kind, rest = frames[0].bytes, frames[1:]
-            try:
-                self._hear(kind, rest)
-            except fw.UNREADABLE as why:
-                raise BadMessage(f"the router sent a message {kind[:16]!r} that cannot be read: {why}") from why
+        async with asyncio.TaskGroup() as group:  # an abort that breaks ends this front: another one waits for its word
+            while True:
+                frames = await self._socket.recv_multipart(copy=False)
+                kind, rest = frames[0].bytes, frames[1:]
+                try:
+                    self._hear(kind, rest, group)
+                except fw.UNREADABLE as why:
+                    raise BadMessage(f"the router sent a message {kind[:16]!r} that cannot be read: {why}") from why
 
-    def _hear(self, kind: bytes, rest: Sequence[Any]) -> None:
+    def _hear(self, kind: bytes, rest: Sequence[Any], group: asyncio.TaskGroup) -> None:
         match kind:
             case b"out":
                 slot, generation = msgspec.msgpack.decode(rest[0].buffer, type=tuple[str, int])
@@ -139,9 +139,7 @@ class RemoteHeart:
                 self._ears.ready(rest[0].bytes)
             case b"abort":
                 names = msgspec.msgpack.decode(rest[1].buffer, type=tuple[str, ...] | None)
-                task = asyncio.create_task(self._end(rest[0].bytes, names))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                group.create_task(self._end(rest[0].bytes, names))
             case _:
                 raise ValueError("no such kind")
 
@@ -173,7 +171,5 @@ class RemoteHeart:
             sent.add_done_callback(self._sends.discard)
 
     def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
         self._socket.close()
         self._context.term()

@@ -377,9 +377,10 @@ def test_requests_of_a_dead_front_end_and_named_ones_go_on() -> None:
         assert set(stage.core.requests) == {"a", "c"}
         stage.heart.add(ev.Add("late", (b"x",)))  # still in the pipe of the dead one
         await stage.says(EngineCoreOutput("a", [5]), EngineCoreOutput("c", [6]))
+        told = [await other.told.get() for _ in range(2)]  # the worker and the front speak on sockets of their own
         assert await second.known(["n"]) == Known(True, False, 1)
         second.add(ev.Add("d", (b"x",), name="n", digest=b"1", position=1))
-        told = [await other.told.get() for _ in range(3)]
+        told.append(await other.told.get())
         assert [one[0] for one in told] == ["ready", "tokens", "replay"]
         assert told[2][1].tokens == (5,)
         assert set(stage.core.requests) == {"a", "c"}, "what it said last is not heard"
@@ -402,5 +403,42 @@ def test_requests_are_ended_at_all_other_fronts() -> None:
         assert await first.abort_elsewhere(None) == 6
         assert await first.abort_elsewhere(["x"]) == 6
         assert asked == [None, None, ("x",), ("x",)]
+
+    play("remote", story)
+
+
+def test_a_front_whose_question_cannot_be_answered_is_given_up_by_name() -> None:
+    """It waits for the answer without a deadline: silence would hold its client for ever."""
+
+    async def story(stage: Stage) -> None:
+        assert stage.door is not None
+        assert isinstance(stage.heart, RemoteHeart)
+        killed: asyncio.Queue[bytes] = asyncio.Queue()
+
+        def broken() -> bytes:
+            raise ArithmeticError("a metric broke")
+
+        stage.door.scrape, stage.door.give_up = broken, killed.put_nowait
+        asking = asyncio.create_task(stage.heart.scrape())
+        assert await killed.get() == b"0.x"
+        asking.cancel()
+
+    play("remote", story)
+
+
+def test_a_front_that_breaks_in_an_abort_ends_and_holds_nobody() -> None:
+    async def story(stage: Stage) -> None:
+        async def broken(names: Sequence[str] | None) -> int:
+            raise ArithmeticError("an abort broke")
+
+        assert stage.door is not None
+        assert isinstance(stage.heart, RemoteHeart)
+        await stage.front(1, Listener(), broken)
+        reading = stage.tasks[-1]
+        asking = asyncio.create_task(stage.heart.abort_elsewhere(["x"]))
+        await asyncio.wait((reading,))
+        assert isinstance(reading.exception(), ExceptionGroup)
+        stage.door.lost(b"1.x")
+        assert await asking == 0
 
     play("remote", story)
