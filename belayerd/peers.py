@@ -91,13 +91,14 @@ class Zygote:
 
     def _importing(self) -> int:
         """Pid of a zygote that holds the lock of this host and does not listen yet, 0: none. A life of belayerd before
-        this one may have started it, or it is slower than most."""
+        this one may have started it, or it is slower than most. Its configuration is looked at too: the lock of a dead
+        one names a pid that another host's zygote may have by now."""
         try:
             pid = int((self._paths.run / "zygote.lock").read_text() or 0)
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             return 0
-        return pid if _MODULE.encode() in words else 0
+        return pid if _MODULE.encode() in words and str(self._config_path).encode() in words else 0
 
     async def _start(self) -> int:
         words = self._paths.last_words("zygote")
