@@ -32,8 +32,11 @@ ACTIONS: tuple[tuple[str, ...], ...] = (
     (
         _COMMON_START,
         '(i=0; while :; do i=$((i+1)); echo $i > /root/count; sleep 0.05; done) & echo "started $(jobs | wc -l)"',
-        'sleep 1.5; cp words /root/job/copy && echo "counter moves: $([ $(cat /root/count) -gt 5 ] && echo yes)"',
-        'a=$(cat /root/count); sleep 0.3; b=$(cat /root/count); [ "$b" -gt "$a" ] && echo "still counting"; '
+        # Waited for: on a loaded machine the counter is slow, and what is seen must be the same each time.
+        "sleep 1.5; cp words /root/job/copy; "
+        'until [ "$(cat /root/count)" -gt 5 ] 2>/dev/null; do sleep 0.1; done; echo "counter moves: yes"',
+        'a=0; until a=$(cat /root/count); [ -n "$a" ]; do :; done; '
+        'until [ "$(cat /root/count)" -gt "$a" ] 2>/dev/null; do sleep 0.1; done; echo "still counting"; '
         + _COMMON_END,
     ),
     (
