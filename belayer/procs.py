@@ -41,6 +41,31 @@ def state(pid: int) -> str:
     return stat.rpartition(")")[2].split()[0]
 
 
+def lives(pid: int, started: int | None = None) -> bool:
+    """Whether any thread of ``pid`` can still run; with ``started``, of the process that began at that tick.
+
+    The letter alone does not say it: a leader that has ended is "Z" while its other threads run on, for microseconds
+    after a SIGKILL or for ever after pthread_exit(3), and what they have mapped is written on."""
+    if started is not None and start_time(pid) != started:
+        return False
+    letter = state(pid)
+    if letter != "Z":
+        return letter not in ("", "X")
+    try:
+        threads = os.listdir(_PROC / str(pid) / "task")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return any(_task_state(pid, tid) not in ("", "Z", "X") for tid in threads)
+
+
+def _task_state(pid: int, tid: str) -> str:
+    try:
+        stat = (_PROC / str(pid) / "task" / tid / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return stat.rpartition(")")[2].split()[0]
+
+
 def cpu_s(pid: int) -> float:
     """User and system CPU seconds that all threads of ``pid`` have used; 0 when there is no such process.
 
@@ -191,16 +216,18 @@ class Cgroups:
             (self.base / "cgroup.kill").write_text("1")
 
     def all_pids(self) -> list[int]:
-        """Of all groups of this host, zombies not counted."""
+        """Of all groups of this host, ended ones not counted."""
         if self.base is None:
             return []
         pids = [pid for folder in self.base.iterdir() if folder.is_dir() for pid in self.pids(folder.name)]
-        return [pid for pid in pids if state(pid) not in ("", "Z")]
+        return [pid for pid in pids if lives(pid)]
 
     def remove_all(self) -> None:
-        """The whole folder, once every worker of the host is dead; a group that still holds a process stays."""
+        """The whole folder, once every worker of the host is dead; a group that still holds a process stays. Blocking,
+        ten seconds at the most: a process that is seen dead may be a moment away from having left its group."""
         if self.base is None:
             return
+        _wait_unpopulated(self.base, 10.0)
         for folder in [*self.base.iterdir(), self.base]:
             with contextlib.suppress(OSError):
                 if folder.is_dir():
@@ -221,8 +248,22 @@ class Cgroups:
                 raise
 
 
+def _wait_unpopulated(folder: Path, deadline_s: float) -> bool:
+    """Wait until no process is below ``folder``: cgroup.events says so, and wakes poll(2) (cgroup-v2.rst)."""
+    end = monotonic() + deadline_s
+    with (folder / "cgroup.events").open() as events:
+        poll = select.poll()
+        poll.register(events, select.POLLPRI)
+        while "populated 0" not in events.read():
+            if not poll.poll(max(0.0, end - monotonic()) * 1000):
+                return False
+            events.seek(0)
+    return True
+
+
 def session_pids(leader: int) -> list[int]:
-    """Pids whose session is ``leader`` (setsid(2)): the tree of a worker without a control group."""
+    """Pids whose session is ``leader`` (setsid(2)) and that can still run: the tree of a worker without a control
+    group."""
     found = []
     for entry in _PROC.iterdir():
         if not entry.name.isdigit():
@@ -232,7 +273,7 @@ def session_pids(leader: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue
         fields = stat.rpartition(")")[2].split()
-        if int(fields[3]) == leader and fields[0] != "Z":
+        if int(fields[3]) == leader and lives(int(entry.name)):
             found.append(int(entry.name))
     return found
 
@@ -245,6 +286,7 @@ def kill_tree(
     ``pidfd`` None: the leader has ended, what it left behind has not necessarily. Returns (processes seen dead,
     pids still alive at the deadline). A stopped process dies of SIGKILL as well.
     """
+    end = monotonic() + deadline_s
     fds: dict[int, int] = {} if pidfd is None else {pidfd: pid}
     own: list[int] = []
     for other in cgroups.pids(worker_id) if cgroups.base is not None else session_pids(pid):
@@ -259,12 +301,30 @@ def kill_tree(
         cgroups.kill(worker_id)
         for fd in fds:
             _sigkill(fd)
-        left = [fds[fd] for fd in wait_dead(list(fds), deadline_s)]
+        left = [fds[fd] for fd in wait_dead(list(fds), end - monotonic())]
     finally:
         for fd in own:
             os.close(fd)
-    left = left or cgroups.pids(worker_id)
+    left = left or _wait_empty(cgroups, worker_id, end)
     return len(fds) - len(left), left
+
+
+def _wait_empty(cgroups: Cgroups, worker_id: str, end: float) -> list[int]:
+    """Wait for the end of what was forked while the group was being killed: cgroup.kill reaches it, no pidfd of ours
+    does. Returns what still lives at ``end`` (monotonic)."""
+    while pids := cgroups.pids(worker_id):
+        fds = []
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                fds.append(os.pidfd_open(pid))
+        try:
+            alive = wait_dead(fds, max(0.0, end - monotonic()))
+        finally:
+            for fd in fds:
+                os.close(fd)
+        if alive or monotonic() >= end:
+            return cgroups.pids(worker_id)
+    return []
 
 
 def _sigkill(pidfd: int) -> None:

@@ -88,7 +88,7 @@ class Trainers:
     def sweep(self) -> None:
         """Forget trainers whose process has ended: they would block every update for ever."""
         named = [trainer for trainer in self._ledger.trainers.values() if trainer.pid]
-        alive = [trainer.name for trainer in named if _lives(trainer.pid, trainer.start_time)]
+        alive = [trainer.name for trainer in named if procs.lives(trainer.pid, trainer.start_time)]
         gone = replacements.dead(self._ledger, alive)
         if gone:
             self._log.info("trainers have ended", trainers=gone)
@@ -128,13 +128,13 @@ class Trainers:
     def _register(self, message: RegisterTrainer) -> TrainerRegistered:
         if not is_name(message.trainer) or message.trainer == COMMAND:
             raise Refused(f"{message.trainer!r} is no name of a trainer", remedy="1-48 of a-z 0-9 _ . -")
-        if message.pid and not _lives(message.pid, message.start_time):
+        if message.pid and not procs.lives(message.pid, message.start_time):
             raise Refused(
                 f"trainer {message.trainer!r} is not process {message.pid} as belayerd sees it",
                 remedy="a container with PIDs of its own: Trainer(..., watched=False)",
             )
         before = self._ledger.trainers.get(message.trainer)
-        if before is not None and before.pid and not message.take_over and _lives(before.pid, before.start_time):
+        if before is not None and before.pid and not message.take_over and procs.lives(before.pid, before.start_time):
             raise Refused(
                 f"trainer {message.trainer!r} is process {before.pid} already (life {before.epoch}), which runs",
                 kept="its life, and what it is owed",
@@ -195,10 +195,6 @@ class Trainers:
                     self._take(replacements.acknowledged(self._ledger, COMMAND, trainer.epoch, slot, generation))
             else:
                 await asyncio.sleep(self._again_s)
-
-
-def _lives(pid: int, start_time: int) -> bool:
-    return procs.start_time(pid) == start_time and procs.state(pid) not in ("", "Z")
 
 
 def _view(trainer: replacements.Trainer) -> TrainerView:

@@ -53,8 +53,7 @@ class Opener:
         return cls(until, asked.pid, asked.start_time, asked.update, asked.trainer, asked.epoch)
 
     def may_still_write(self) -> bool:
-        dead = procs.start_time(self.pid) != self.start_time or procs.state(self.pid) in ("", "Z")
-        gone = self.pid > 0 and dead
+        gone = self.pid > 0 and not procs.lives(self.pid, self.start_time)
         return not gone and monotonic() < self.until
 
 

@@ -103,7 +103,7 @@ class Vault:
         self._log("dropped", name=name, why=why)
 
     def _revive_arena(self, row: ArenaRow, fd: int | None) -> None:
-        lives = row.pid > 0 and procs.start_time(row.pid) == row.start_time and procs.state(row.pid) != "Z"
+        lives = row.pid > 0 and procs.lives(row.pid, row.start_time)
         if fd is None:
             if lives:
                 self.lost.append(

@@ -32,7 +32,7 @@ from belayer.messages.sandbox import (
     RestoreInfo,
     SandboxInfo,
 )
-from belayer.procs import state
+from belayer.procs import lives, state
 from belayer.sandbox import Sandbox
 from envkeeper import freezer
 from envkeeper.failpoints import Point
@@ -52,7 +52,6 @@ CAPTURE = [point for point in Point if point.startswith("capture.")]
 PUBLISH = [point for point in Point if point.startswith("publish.")]
 RESTORE = [point for point in Point if point.startswith("restore.")]
 DESTROY = [point for point in Point if point.startswith("destroy.")]
-DEAD = ("", "Z", "X")
 FROZEN = [Point.CAPTURE_FROZEN, Point.CAPTURE_COPYING, Point.CAPTURE_DUMPED, Point.CAPTURE_COPIED]
 
 
@@ -122,7 +121,7 @@ class Scene:
         self.points.clear()
         host = self.host
         info = self.settled()
-        self.store.recover()
+        eventually(lambda: not os.listdir(self.store.home / "tmp"), what="nothing half-written or half-removed is left")
         manifest, _ = self.store.load(self.ready())
         self.store.verify(manifest)
         assert manifest.checkpoint_id == before or manifest.context_digest == "new"
@@ -138,7 +137,7 @@ class Scene:
 
         def found() -> SandboxInfo | None:
             info = self.info()
-            running = info.state == "running" and state(info.pid) not in DEAD
+            running = info.state == "running" and lives(info.pid)
             return info if running or info.state == "lost" else None
 
         info = eventually(found, within=30, what="the sandbox runs or is lost")
@@ -287,7 +286,7 @@ def test_the_container_is_killed_while_it_is_made(scene: Scene) -> None:
     asking = scene.begin(Point.CREATE_STARTED)
     (pid,) = living(scene) - {served}
     os.kill(pid, signal.SIGKILL)
-    happened(lambda: state(pid) in DEAD, "it is dead")
+    happened(lambda: not lives(pid), "it is dead")
     scene.resume()
     asking.end(dead=False)
     assert isinstance(asking.failed, SandboxLost), asking.failed
@@ -302,7 +301,7 @@ def test_the_new_container_is_killed_in_a_restore(scene: Scene, point: Point) ->
     asking = scene.begin(point)
     (pid,) = living(scene)
     os.kill(pid, signal.SIGKILL)
-    happened(lambda: state(pid) in DEAD, "it is dead")
+    happened(lambda: not lives(pid), "it is dead")
     scene.resume()
     asking.end(dead=False)
     assert isinstance(asking.answer, RestoreInfo), asking.failed
@@ -320,7 +319,7 @@ def living(scene: Scene) -> set[int]:
         rows = [client.inspect_container(one)["State"] for one in scene.host.containers()]
     finally:
         client.close()
-    return {row["Pid"] for row in rows if row["Running"] and state(row["Pid"]) not in DEAD}
+    return {row["Pid"] for row in rows if row["Running"] and lives(row["Pid"])}
 
 
 @pytest.mark.parametrize("point", FROZEN)
@@ -329,7 +328,7 @@ def test_criu_is_killed(scene: Scene, point: Point) -> None:
     asking = scene.begin(point)
     (criu,) = [pid for pid in held_by(scene.host.process.pid) if name_of(pid) == "criu"]
     os.kill(criu, signal.SIGKILL)
-    happened(lambda: state(criu) in DEAD, "CRIU is dead")
+    happened(lambda: not lives(criu), "CRIU is dead")
     scene.resume()
     asking.end(dead=False)
     assert isinstance(asking.failed, BelayerError), "no checkpoint came of it"
@@ -404,7 +403,7 @@ def test_the_shim_is_killed(scene: Scene, point: Point) -> None:
     happened(lambda: not scene.docker.shims(), "the shims are dead")
     scene.resume()
     asking.end(dead=False)
-    happened(lambda: all(state(pid) in DEAD for pid in held), "containerd has ended what they held")
+    happened(lambda: all(not lives(pid) for pid in held), "containerd has ended what they held")
     if point is not Point.RESTORE_STARTED:
         eventually(lambda: scene.info().state == "lost", what="the death is seen")
     scene.whole(before)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from belayer.errors import BelayerError, CheckpointIncomplete, ErrorCode, RestoreFailed, SandboxLost
-from belayer.procs import state
+from belayer.procs import lives
 from belayer.sandbox import Sandbox
 from envkeeper.docker_api import SETTINGS
 from tests.e2e.test_envkeeper import (  # noqa: F401 - collected here, with the fixtures of this module
@@ -102,7 +102,7 @@ def test_a_hung_docker_dump_is_ended_and_the_sandbox_goes_on(
         hang.touch()
         with pytest.raises((CheckpointIncomplete, SandboxLost), match="was not over after 5 s") as told:
             box.checkpoint()
-        eventually(lambda: state(int(said.read_text())) in ("", "Z"), what="it was stopped, and is gone")
+        eventually(lambda: not lives(int(said.read_text())), what="it was stopped, and is gone")
         hang.unlink()
         if told.type is SandboxLost:  # a process that ended in that moment is a doubt; then the one before it is good
             box.restore()

@@ -129,7 +129,7 @@ def test_every_stream_outlives_every_main(host: LocalHost, truth: dict[str, Any]
         assert incident.outcome == "served"
         assert [step.step for step in incident.steps][-2:] == ["4 register", "5 resume"]
         dead = next(worker.pid for worker in slot(before, name).workers if worker.role == "main")
-        assert procs.state(dead) in ("", "Z")
+        assert not procs.lives(dead)
 
 
 def test_a_planned_handover_is_asked_for_and_told(host: LocalHost, truth: dict[str, Any]) -> None:
@@ -327,7 +327,7 @@ def test_belayerd_is_killed_and_re_adopts(host: LocalHost, truth: dict[str, Any]
     assert facts(stream.result(120)) == truth["chat"]
     victim = main_pid_of(before, "slot1")
     os.kill(victim, signal.SIGKILL)
-    eventually(lambda: procs.state(victim) in ("", "Z"), what="the main of slot1 is dead")
+    eventually(lambda: not procs.lives(victim), what="the main of slot1 is dead")
     host.spawn("belayerd")
     after = host.until_protected()
     assert pids(after, "slot0") == pids(before, "slot0"), "the workers of slot0 were not touched"

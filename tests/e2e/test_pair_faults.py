@@ -125,7 +125,7 @@ def test_a_stopped_main_that_is_continued_in_its_handover_does_nothing_more(host
     assert facts(made.result(120)) == truth
     after = host.until_protected()
     assert slot(after, name).generation == slot(before, name).generation + 1
-    assert procs.state(pid) in ("", "Z"), f"continued: {continued}"
+    assert not procs.lives(pid), f"continued: {continued}"
 
 
 def test_a_loop_that_makes_no_step_is_handed_over(host: Pair2, truth: Any) -> None:
@@ -192,7 +192,7 @@ def test_a_tree_that_does_not_die_quarantines_and_the_spare_takes_its_place(host
     pid = main_pid(host, name)
     with frozen(pid):
         ended = host.until("quarantine", lambda s: slot(s, name).state == "quarantined", 60.0)
-        assert procs.state(pid) not in ("", "Z"), "it was not dead when the slot was given up"
+        assert procs.lives(pid), "it was not dead when the slot was given up"
         assert "fence failed" in slot(ended, name).reason
         assert str(pid) in slot(ended, name).reason
         assert facts(made.result(120)) == truth
@@ -205,7 +205,7 @@ def test_a_tree_that_does_not_die_quarantines_and_the_spare_takes_its_place(host
         alert = eventually(lambda: host.alerted(), within=10, what="the alert command")[-1]
         assert (alert["slot"], alert["state"]) == (name, "quarantined")
         assert alert["reason"] == slot(status, name).reason
-    eventually(lambda: procs.state(pid) in ("", "Z"), what="thawed, it dies of the SIGKILL that was waiting")
+    eventually(lambda: not procs.lives(pid), what="thawed, it dies of the SIGKILL that was waiting")
     assert ctl(host, "gpu", "restore", name)[0] == 0
     assert slot(host.until_protected(), name).protected
     assert facts(stream(host).result()) == truth
@@ -233,7 +233,7 @@ def test_a_shadow_that_fails_a_gate_never_serves(host: Pair2, truth: Any, messag
     assert slot(ended, name).reason.startswith(f"{action} failed"), slot(ended, name).reason
     assert slot(ended, name).workers == ()
     assert facts(made.result(120)) == truth
-    eventually(lambda: procs.state(shadow) in ("", "Z"), what="the shadow is dead")
+    eventually(lambda: not procs.lives(shadow), what="the shadow is dead")
     status = host.until("the arena", lambda s: arena(s, name) == "quarantined", 10.0)
     last = slot(status, name).last_incident
     assert last is not None

@@ -143,7 +143,7 @@ def test_the_group_fails_over_as_one(
     incident = after.last_incident
     assert incident is not None
     assert (incident.cause, incident.outcome) == (cause, "served")
-    assert all(procs.state(one) in ("", "Z") for one in group), "nothing of the old group lives"
+    assert all(not procs.lives(one) for one in group), "nothing of the old group lives"
     order = [word for step in incident.steps for word in ("fence", "lease") if word in step.step]
     assert order == ["fence", "lease"], "the old group was dead before the lease"
     new, new_pid = leader(after)
@@ -170,7 +170,7 @@ def test_a_shadow_whose_rank_stands_still_while_idle_is_replaced(host: LocalHost
         120.0,
     )
     assert slot(host.status(), "slot0").generation == before.generation
-    assert all(procs.state(one) in ("", "Z") for one in group)
+    assert all(not procs.lives(one) for one in group)
     assert facts(stream(host, "seeded").result()) == truth["seeded"]
 
 
@@ -220,7 +220,7 @@ def test_a_group_that_fails_a_gate_never_serves(
     reason = slot(ended, "slot0").reason
     assert reason.startswith(said), reason
     assert fault != "rank digest" or "(rank 1) maps version 1 (000000000000)" in reason
-    eventually(lambda: all(procs.state(one) in ("", "Z") for one in group), within=30, what="both processes are dead")
+    eventually(lambda: all(not procs.lives(one) for one in group), within=30, what="both processes are dead")
     eventually(lambda: [row.state for row in arenas(host)] == ["quarantined"] * 2, within=30, what="both arenas")
     assert ctl(host, "restore", "slot0")[0] == 0
     host.until_protected()

@@ -78,7 +78,7 @@ def generation(host: LocalHost) -> int:
 def kill_main(host: LocalHost) -> None:
     victim = main_pid(host, "slot0")
     os.kill(victim, signal.SIGKILL)
-    eventually(lambda: procs.state(victim) in ("", "Z"), what="the main is dead")
+    eventually(lambda: not procs.lives(victim), what="the main is dead")
 
 
 def worker(host: LocalHost) -> str:

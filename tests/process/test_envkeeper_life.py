@@ -15,7 +15,7 @@ import pytest
 
 from belayer.errors import BelayerError, Refused, SandboxLost
 from belayer.messages.sandbox import ListSandboxes, SandboxList
-from belayer.procs import state
+from belayer.procs import lives
 from belayer.rpc import call_sync
 from belayer.sandbox import Sandbox
 from envkeeper.host import owner_of
@@ -51,7 +51,7 @@ def rows(client: docker.APIClient, host: EnvHost, role: str = "") -> list[dict[s
 
 
 def ended(pid: int) -> bool:
-    return state(pid) in ("", "Z")
+    return not lives(pid)
 
 
 def waiting(client: docker.APIClient, host: EnvHost) -> list[str]:

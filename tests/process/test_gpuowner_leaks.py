@@ -162,7 +162,7 @@ def _belayer_maps(pid: int) -> int:
 
 
 def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and procs.state(int(name)) not in ("", "Z")]
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and procs.lives(int(name))]
 
 
 def _environment(pid: int) -> bytes:

@@ -57,7 +57,7 @@ def running(carried: Path) -> list[str]:
     """Command lines of processes that run code of this tar."""
     found = []
     for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid() or procs.state(int(entry.name)) in ("Z", ""):
+        if not entry.name.isdigit() or int(entry.name) == os.getpid() or not procs.lives(int(entry.name)):
             continue
         try:
             environ = (entry / "environ").read_bytes()

@@ -74,6 +74,61 @@ def test_a_tree_that_outlives_its_leader_is_found(tree: subprocess.Popen[bytes])
     assert (dead, left) == (3, [])
 
 
+def test_a_tree_that_forks_while_it_is_killed_is_waited_for() -> None:
+    """What is forked after the listing dies of cgroup.kill like the rest, and a moment later: no failed fence."""
+    groups = procs.Cgroups(f"test-{os.getpid()}")
+    assert groups.base is not None
+    script = (
+        "import os, sys\nopen(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
+        "big = bytearray(os.urandom(1 << 20)) * 64\nprint('up', flush=True)\n"
+        "while True:\n    if os.fork() == 0:\n        if os.fork():\n            os._exit(0)\n"
+        "        big[::4096] = bytes(16384)\n        os._exit(0)\n    os.wait()\n"
+    )
+    try:
+        for number in range(20):
+            name = f"slot0-{number}"
+            child = subprocess.Popen([sys.executable, "-c", script, groups.make(name)], stdout=subprocess.PIPE)
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"up\n"
+            _, left = procs.kill_tree(groups, name, child.pid, None, 30.0)
+            assert left == []
+            assert child.wait(5) == -signal.SIGKILL
+            child.stdout.close()
+    finally:
+        groups.remove_all()
+    assert not groups.base.exists()
+
+
+def test_a_process_lives_until_its_last_thread_has_ended() -> None:
+    """A leader that has ended shows "Z" while the others run on: what it has mapped is still written."""
+    script = (
+        "import ctypes, os, threading\ndef on():\n    os.read(0, 1)\n    print('on', flush=True)\n    os.read(0, 1)\n"
+        "threading.Thread(target=on).start()\nctypes.CDLL(None).syscall(60, 0)\n"  # exit(2): of this thread alone
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    started = procs.start_time(child.pid)
+    try:
+        eventually(lambda: procs.state(child.pid) == "Z", what="the leader has ended")
+        child.stdin.write(b"x")
+        child.stdin.flush()
+        assert child.stdout.readline() == b"on\n", "another thread runs"
+        assert procs.lives(child.pid)
+        assert procs.lives(child.pid, started)
+        assert not procs.lives(child.pid, started + 1)
+        assert procs.session_pids(child.pid) == [child.pid]
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        eventually(lambda: not procs.lives(child.pid), what="the whole process has ended")
+        child.wait(10)
+        child.stdin.close()
+        child.stdout.close()
+    assert not procs.lives(child.pid, started)
+
+
 def test_a_pid_alone_is_never_trusted(tree: subprocess.Popen[bytes]) -> None:
     with pytest.raises(WorkerGone, match="has ended"):
         procs.open_pidfd(tree.pid, procs.start_time(tree.pid) + 1)
