@@ -15,7 +15,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from belayer.clock import monotonic, wall
 from benchmarks.cold import environment
@@ -26,6 +26,13 @@ PROMPT = 32  # tokens; the same here and over the router
 def prompt(number: int) -> list[int]:
     """Token ids of request ``number``; no two share a block."""
     return [1000 + (7919 * (number + 1) + 31 * i) % 20000 for i in range(PROMPT)]
+
+
+class Rate(NamedTuple):
+    """Tokens per second: from the first step to the last; and of its decode steps, where all requests run."""
+
+    whole: float
+    steady: float
 
 
 class Bare:
@@ -48,8 +55,8 @@ class Bare:
     def pid(self) -> int:
         return self._child.pid
 
-    def rate(self, concurrency: int, tokens: int) -> float:
-        """Tokens per second. Raises RuntimeError when the child has ended."""
+    def rate(self, concurrency: int, tokens: int) -> Rate:
+        """Raises RuntimeError when the child has ended."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
         self._child.stdin.write(f"{concurrency} {tokens}\n")
@@ -58,7 +65,7 @@ class Bare:
             if line.startswith("rate "):
                 _, rate, *steps = line.split()
                 self.steps_ms = [float(step) for step in steps]
-                return float(rate)
+                return Rate(float(rate), concurrency * len(steps) / sum(self.steps_ms) * 1e3)
         raise RuntimeError(f"the bare engine ended with {self._child.wait()}")
 
     def __enter__(self) -> Bare:

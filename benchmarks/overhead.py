@@ -8,6 +8,11 @@ the shadow ("without": belayerd and the shadow are killed for it, and started ag
 vLLM's own engine has them: the bare loop ("bare") and Belayer with ``packed_weights`` ("packed"). Streams are read over
 HTTP by a client in a process of its own, as a framework would; every answer is counted to its last token.
 
+Two rates: ``throughput``, from the moment that every stream has its first token until the first one has its last, which
+is what a long rollout sees; and ``whole``, from the first request to the last [DONE]. In the latter the bare loop has
+all requests before its first step, while those over HTTP come one by one, so that some steps run with a part of them:
+of streams as short as these that is some percent.
+
 All of it shares the cores of one machine: with two, at high concurrency router and client compete with the engine,
 which on a GPU host they would not. So beside each rate stands what noise moves less: ``engine_cpu``, milliseconds of
 CPU per token of the process that computes, over that of the bare loop's; ``cpu_idle``, ``cpu_load`` and
@@ -36,20 +41,21 @@ from belayer import procs
 from belayer.clock import monotonic
 from belayer.errors import BelayerError
 from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
-from benchmarks.bare import Bare, prompt
+from benchmarks.bare import Bare, Rate, prompt
 from benchmarks.cpu import Meter, Spent
 from benchmarks.report import Report, parser
 
 MODEL = Path(__file__).parents[1] / ".cache/models/SmolLM2-135M-Instruct"
 CONCURRENCY = (1, 8, 32)
-TOKENS = {1: 64, 8: 40, 32: 24}  # of each stream, by concurrency: some seconds each
+TOKENS = {1: 64, 8: 64, 32: 32}  # of each stream, by concurrency: some seconds each
 QUICK = dict.fromkeys(CONCURRENCY, 8)
 PAIRS = {"with": "unpacked", "packed": "bare"}  # through Belayer: the bare loop with the same arithmetic
 IDLE_S = 10.0
 EXTRA = "[policy]\nrepeat_window_s = 0.001\n[envkeeper]\nenabled = false\n"
 
 
-def tokens_of(url: str, number: int, tokens: int) -> int:
+def times_of(url: str, number: int, tokens: int) -> list[float]:
+    """When each token of a stream was read, monotonic seconds."""
     body = {
         "model": "smollm2",
         "prompt": prompt(number),
@@ -62,31 +68,41 @@ def tokens_of(url: str, number: int, tokens: int) -> int:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    made = 0
+    read: list[float] = []
     with urllib.request.urlopen(request, timeout=600) as reply:
         for line in reply:
             if line.startswith(b"data: {"):
                 chunk = json.loads(line[6:])
-                made += sum(len(choice.get("token_ids") or ()) for choice in chunk.get("choices", ()))
-    return made
+                read += [monotonic()] * sum(len(choice.get("token_ids") or ()) for choice in chunk.get("choices", ()))
+    return read
+
+
+def steady(streams: list[list[float]]) -> float:
+    """Tokens per second while all of them run: after the last stream's first token, up to the first one's last."""
+    begin, end = max(stream[0] for stream in streams), min(stream[-1] for stream in streams)
+    if end <= begin:
+        raise BelayerError("the streams did not run side by side: more tokens are needed")
+    return sum(begin < at <= end for stream in streams for at in stream) / (end - begin)
 
 
 def client(url: str, concurrency: int, tokens: int, first: int) -> None:
-    """The client's process: prints tokens per second from the first request to the last [DONE]."""
+    """The client's process: prints both rates, tokens per second."""
     with ThreadPoolExecutor(concurrency) as pool:
         began = monotonic()
-        made = sum(pool.map(lambda number: tokens_of(url, number, tokens), range(first, first + concurrency)))
+        streams = list(pool.map(lambda number: times_of(url, number, tokens), range(first, first + concurrency)))
         seconds = monotonic() - began
+    made = sum(map(len, streams))
     if made != concurrency * tokens:
         raise BelayerError(f"{made} tokens instead of {concurrency * tokens}")
-    print(made / seconds)
+    print(made / seconds, steady(streams))
 
 
 @dataclass
 class Found:
     """By kind and concurrency, a value for each round."""
 
-    rate: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))  # tokens/s
+    rate: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))  # tokens/s, steady
+    whole: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))  # tokens/s
     engine: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))  # CPU ms per token
     idle: list[Spent] = field(default_factory=list)
     load: list[Spent] = field(default_factory=list)
@@ -99,13 +115,13 @@ class Served:
         self._host, self._url, self._used = host, host.until_protected().router_url, 1000
         self._workers: dict[str, int] = {}
 
-    def rate(self, concurrency: int, tokens: int) -> float:
+    def rate(self, concurrency: int, tokens: int) -> Rate:
         command = [sys.executable, "-m", "benchmarks.overhead", "--client", self._url, str(concurrency), str(tokens)]
         done = subprocess.run([*command, str(self._used)], check=False, capture_output=True, text=True)
         if done.returncode:
             raise BelayerError(f"the client said: {done.stderr.strip().splitlines()[-1:]}")
         self._used += concurrency
-        return float(done.stdout)
+        return Rate(*map(float, done.stdout.split()))
 
     def pids(self) -> dict[str, int]:
         """Of every process of Belayer on this host, by role."""
@@ -142,9 +158,13 @@ def take(found: Found, kind: str, way: Bare | Served, concurrency: int, tokens: 
     if kind in PAIRS:
         found.load.append(spent)
     per_token = spent.cpu_ms["main" if kind in PAIRS else "engine"] / (concurrency * tokens)
-    found.rate[kind, concurrency].append(rate)
+    found.rate[kind, concurrency].append(rate.steady)
+    found.whole[kind, concurrency].append(rate.whole)
     found.engine[kind, concurrency].append(per_token)
-    print(f"{kind} {concurrency}: {rate:.1f} tokens/s, {per_token:.2f} ms of CPU per token", file=sys.stderr)
+    print(
+        f"{kind} {concurrency}: {rate.steady:.1f} tokens/s, {rate.whole:.1f} in whole, {per_token:.2f} ms of CPU each",
+        file=sys.stderr,
+    )
 
 
 @contextlib.contextmanager
@@ -191,6 +211,9 @@ def rows(report: Report, found: Found) -> None:
             mine, other = found.rate[kind, concurrency], found.rate[base, concurrency]
             ratios = [one / than for one, than in zip(mine, other, strict=True)]
             report.add(f"{metric} {concurrency}", "", ratios, 1.0, f"{kind} / {base}, by round")
+            mine, other = found.whole[kind, concurrency], found.whole[base, concurrency]
+            ratios = [one / than for one, than in zip(mine, other, strict=True)]
+            report.add(f"whole_{metric} {concurrency}", "", ratios, 1.0, f"{kind} / {base}, ramps included")
             mine, other = found.engine[kind, concurrency], found.engine[base, concurrency]
             ratios = [than / one for one, than in zip(mine, other, strict=True)]
             report.add(f"{metric}_cpu {concurrency}", "", ratios, 1.0, f"CPU of the engine: {base} / {kind}, by round")

@@ -93,6 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(root: Path, size: Size, report: Report) -> None:
     router_engines.measure(report, size.rounds, size.tokens)
+    stream_memory(root / "memory", report, size.memory_streams)
     for policy, named in size.policies:
         folder = root / f"{policy}-{named}"
         folder.mkdir()
@@ -103,7 +104,6 @@ def measure(root: Path, size: Size, report: Report) -> None:
                 for count in size.streams:
                     delays(host, report, count, size.length if count < 256 else size.length // 2)
                 throughput(host, report, size)
-                stream_memory(host, report, size.memory_streams)
                 short_requests(host, report, size)
         finally:
             host.stop()
@@ -280,7 +280,17 @@ def cpu(host: RouterHost) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def stream_memory(host: RouterHost, report: Report, count: int) -> None:
+def stream_memory(folder: Path, report: Report, count: int) -> None:
+    """Of a router that has served nothing before: one that has keeps what it freed, and does not grow at all."""
+    folder.mkdir()
+    host = RouterHost.start(folder, ["s0", "s1"], 'journal_sync = "never"\nrequest_deadline_s = 60.0')
+    try:
+        _stream_memory(host, report, count)
+    finally:
+        host.stop()
+
+
+def _stream_memory(host: RouterHost, report: Report, count: int) -> None:
     fake = host.worker("s0", "--hold-at", "2")
 
     async def scene() -> float:

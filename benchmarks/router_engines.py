@@ -212,7 +212,7 @@ def measure(report: Report, rounds: int, tokens: int) -> None:
 def one(way: Bare | int, concurrency: int, tokens: int, first: int) -> Run:
     if isinstance(way, int):
         return asked(way, concurrency, tokens, first)
-    rate = way.rate(concurrency, tokens)
+    rate = way.rate(concurrency, tokens).whole
     return Run(rate, percentile(way.steps_ms, 50), percentile(way.steps_ms, 99))
 
 
