@@ -8,6 +8,7 @@ design, and the holders, which outlive the owners, are found by this root in the
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -45,10 +46,30 @@ _COMMANDS = {
 }
 
 
+_reserved: list[int] = []  # sockets named for ports that were given away, open for as long as this process lives
+
+
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A TCP port of this machine for somebody who binds it later, which may be a minute.
+
+    Not one of those that the kernel takes for outgoing connections, and reserved against other callers of this function
+    in any process, by an abstract socket of its name. Raises BelayerError when there is none."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = list(range(10_000, first)) or list(range(20_000, 60_000))
+    random.shuffle(ports)
+    for port in ports:
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            name.bind(f"\0belayer-port-{port}")
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(("127.0.0.1", port))
+        except OSError:
+            name.close()
+            continue
+        _reserved.append(name.detach())
+        return port
+    raise BelayerError(f"no free TCP port below {first}")
 
 
 def demo_config(
@@ -117,7 +138,7 @@ class LocalHost:
         """SIGKILL one daemon and see it dead; that it is gone is no error from then on."""
         child = self._children.pop(name)
         child.kill()
-        child.wait(10)
+        child.wait(60)
 
     def wait(self, what: str, probe: Callable[[], T | None], within: float) -> T:
         """The first answer that is not None. A daemon that has ended meanwhile is an error at once."""
@@ -156,7 +177,7 @@ class LocalHost:
         return True
 
     def status(self) -> HostStatusReply:
-        return call_sync(self.paths.belayerd_sock, HostStatus(), HostStatusReply, 5.0)
+        return call_sync(self.paths.belayerd_sock, HostStatus(), HostStatusReply, 30.0)
 
     def until(self, what: str, fact: Callable[[HostStatusReply], bool], within: float) -> HostStatusReply:
         """Wait until the host status shows a fact."""

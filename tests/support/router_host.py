@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from tokenizers import Tokenizer
 
 from belayer import wire
 from belayer.errors import BelayerError
+from belayer.localhost import free_port
 from belayer.messages.common import Done, Ping, Pong
 from belayer.messages.router import RegisterWorker, RouterSlot, RouterStatus, RouterStatusReply, UnregisterWorker
 from belayer.messages.worker import WorkerStatus, WorkerStatusReply
@@ -30,13 +30,6 @@ MODEL = TREE / ".cache/models/SmolLM2-135M-Instruct"
 
 # What the recorded engine says: several bytes per character, so that a cut may fall inside one.
 TEXT = "The rope holds: größer als gedacht, 東京タワー, 🙂🙃 and €5. Naïve façade, ёлка; "
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 def tokenizer() -> Tokenizer:
@@ -75,7 +68,7 @@ class FakeWorker:
     def kill(self) -> None:
         """SIGKILL, and proof that it is gone."""
         self.process.send_signal(signal.SIGKILL)
-        assert self.process.wait(10) == -signal.SIGKILL
+        assert self.process.wait(120) == -signal.SIGKILL
 
     def release(self) -> None:
         self.process.send_signal(signal.SIGUSR1)
@@ -90,7 +83,7 @@ class FakeWorker:
             sock.set(zmq.LINGER, 0)
             sock.connect(self.endpoint)
             sock.send_multipart([b"ctl", b"1", wire.encode(WorkerStatus())])
-            assert sock.poll(5000)
+            assert sock.poll(60_000)
             reply = decode_reply(sock.recv_multipart()[2], WorkerStatusReply)
         context.term()
         return reply.running
@@ -125,7 +118,7 @@ class RouterHost:
     def answers(self) -> bool:
         assert self.process.poll() is None, (self.root / "router.log").read_text()[-3000:]
         try:
-            return call_sync(Paths(self.root).router_sock, Ping(), Pong, 0.5).daemon == "belayer-router"
+            return call_sync(Paths(self.root).router_sock, Ping(), Pong, 5.0).daemon == "belayer-router"
         except BelayerError:
             return False
 
@@ -161,17 +154,18 @@ class RouterHost:
                 weight_version=1,
             ),
             Done,
+            60.0,
         )
 
     def unregister(self, fake: FakeWorker, *, gone: bool = False, reason: str = "killed") -> Done:
         return self.rpc.call(
-            UnregisterWorker(slot=fake.slot, generation=fake.generation, gone=gone, reason=reason), Done
+            UnregisterWorker(slot=fake.slot, generation=fake.generation, gone=gone, reason=reason), Done, 60.0
         )
 
     def kill_and_return(self) -> None:
         """SIGKILL the router; start it again; register the workers that live, as belayerd does."""
         self.process.kill()
-        assert self.process.wait(10) == -signal.SIGKILL
+        assert self.process.wait(120) == -signal.SIGKILL
         self.come_back()
 
     def come_back(self) -> None:
@@ -191,11 +185,11 @@ class RouterHost:
 
     def metric(self, line: str) -> float:
         """The value of a metric; ``line``: its name with its labels."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", timeout=120).text
         return next((float(row.rpartition(" ")[2]) for row in text.splitlines() if row.startswith(f"{line} ")), 0.0)
 
     def status(self) -> RouterStatusReply:
-        return self.rpc.call(RouterStatus(), RouterStatusReply)
+        return self.rpc.call(RouterStatus(), RouterStatusReply, 60.0)
 
     def slot(self, name: str) -> RouterSlot:
         return next(row for row in self.status().slots if row.slot == name)
@@ -205,7 +199,7 @@ class RouterHost:
         for fake in self.fakes:
             if fake.process.poll() is None:
                 fake.process.kill()
-            fake.process.wait(10)
+            fake.process.wait(120)
             if fake.process.stdout is not None:
                 fake.process.stdout.close()
             if self.lives[fake.slot] == fake.generation:
@@ -221,7 +215,7 @@ class RouterHost:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(10)
+                self.process.wait(120)
         self.log.close()
 
 

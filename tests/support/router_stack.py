@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from belayer.localhost import free_port
 from belayer.messages.common import Done
 from belayer.messages.router import RegisterWorker, RouterStatus, RouterStatusReply, UnregisterWorker
 from belayer.rpc import SyncClient
 from tests.support.owner_stack import MODEL
-from tests.support.router_host import free_port
 from tests.support.wait import eventually
 from tests.support.worker_stack import Worker, WorkerStack
 
@@ -40,19 +40,20 @@ class RouterStack:
                 weight_version=1,
             ),
             Done,
+            60.0,
         )
 
     def lose(self, worker: Worker) -> None:
         """SIGKILL, seen dead; unregister first of all, then fence."""
         worker.kill()
-        self.rpc.call(UnregisterWorker(slot="slot0", generation=self.generation, reason="killed"), Done)
+        self.rpc.call(UnregisterWorker(slot="slot0", generation=self.generation, reason="killed"), Done, 60.0)
         self.stack.end_fence()
 
     def retire(self) -> None:
         self.lose(self.last)
 
     def status(self) -> RouterStatusReply:
-        return self.rpc.call(RouterStatus(), RouterStatusReply)
+        return self.rpc.call(RouterStatus(), RouterStatusReply, 60.0)
 
     @classmethod
     def up(
