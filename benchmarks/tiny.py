@@ -7,13 +7,14 @@ does; through this model (Qwen3 architecture, 4 layers, hidden size 256) it take
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 
 
 def make(folder: Path, tokenizer_from: Path, seed: int = 0) -> Path:
-    """Write the model to ``folder`` once; returns it."""
+    """Write the model to ``folder`` once, whoever else does so at the same time; returns it."""
     if (folder / "config.json").is_file():
         return folder
     import torch
@@ -35,11 +36,21 @@ def make(folder: Path, tokenizer_from: Path, seed: int = 0) -> Path:
         eos_token_id=base.eos_token_id,
         dtype="float32",
     )
-    beside = folder.with_suffix(".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    beside.chmod(0o755)
     Qwen3ForCausalLM(config).save_pretrained(beside)
     for name in TOKENIZER_FILES:
         if (tokenizer_from / name).is_file():
             shutil.copy(tokenizer_from / name, beside / name)
-    beside.replace(folder)
+    put(beside, folder)
     return folder
+
+
+def put(beside: Path, folder: Path) -> None:
+    """Give ``beside`` its name; when another process was first, its folder holds the same and stays."""
+    try:
+        beside.rename(folder)
+    except OSError:
+        shutil.rmtree(beside)
+        if not (folder / "config.json").is_file():
+            raise

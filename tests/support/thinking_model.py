@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
+
+from benchmarks.tiny import put
 
 THINK, ENOUGH = 4, 5  # <reponame> and <file_sep> in SmolLM2's vocabulary
 _NAMES = {"<reponame>": "<think>", "<file_sep>": "</think>"}
@@ -14,9 +17,8 @@ def make(folder: Path, base: Path) -> Path:
     """Write it to ``folder`` once, beside the files of ``base``; returns it."""
     if (folder / "config.json").is_file():
         return folder
-    beside = folder.with_suffix(".tmp")
-    shutil.rmtree(beside, ignore_errors=True)
-    shutil.copytree(base, beside)
+    beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    shutil.copytree(base, beside, dirs_exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         text = (beside / name).read_text()
         for old, new in _NAMES.items():
@@ -28,5 +30,5 @@ def make(folder: Path, base: Path) -> Path:
         if row["id"] in (THINK, ENOUGH):
             row["special"] = False  # as in models that think: a special token is left out of the text
     path.write_text(json.dumps(table))
-    beside.replace(folder)
+    put(beside, folder)
     return folder
