@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from belayer.clock import wall
@@ -102,10 +102,10 @@ class Collector:
 
     async def _delete(self, found: Plan) -> None:
         for entry in found.delete:
-            store = Store(self._root, entry.sandbox_id)
-            gone = await self._keeper.thread(store.remove, entry.checkpoint_id)
+            store = Store(self._root, entry.sandbox_id, make=False)
+            gone = await self._keeper.thread(_remove, store, entry.checkpoint_id)
             self._keeper.log.info(
-                "checkpoint removed" if gone else "checkpoint kept: it was claimed meanwhile",
+                "checkpoint removed" if gone else "checkpoint kept: it was claimed or gone meanwhile",
                 sandbox=entry.sandbox_id,
                 checkpoint=entry.checkpoint_id,
             )
@@ -113,28 +113,31 @@ class Collector:
                 await self._keeper.thread(_drop_if_empty, store)
 
     def _entries(self, live: set[str]) -> list[Entry]:
-        stores = [Store(self._root, path.name) for path in sorted(self._root.iterdir()) if is_store(path)]
+        paths = [path for path in sorted(self._root.iterdir()) if is_store(path)]
+        stores = [Store(self._root, path.name, make=False) for path in paths]
         return [entry for store in stores for entry in self._entries_of(store, store.sandbox_id in live)]
 
     @staticmethod
     def _entries_of(store: Store, live: bool) -> list[Entry]:
         try:
             pointer = store.ready()
+            ready = pointer.checkpoint_id if pointer else ""
+            return [
+                Entry(
+                    sandbox_id=store.sandbox_id,
+                    checkpoint_id=row.checkpoint_id,
+                    nbytes=row.nbytes,
+                    made_at=row.made_at,
+                    ready=row.checkpoint_id == ready,
+                    live=live,
+                    claimed=store.protects(row.checkpoint_id),
+                )
+                for row in store.all()
+            ]
         except CheckpointIncomplete:
             return []  # nobody knows which one is READY: none is removed
-        ready = pointer.checkpoint_id if pointer else ""
-        return [
-            Entry(
-                sandbox_id=store.sandbox_id,
-                checkpoint_id=row.checkpoint_id,
-                nbytes=row.nbytes,
-                made_at=row.made_at,
-                ready=row.checkpoint_id == ready,
-                live=live,
-                claimed=store.protects(row.checkpoint_id),
-            )
-            for row in store.all()
-        ]
+        except FileNotFoundError:
+            return []  # its sandbox is destroyed in this moment
 
 
 def is_store(path: Path) -> bool:
@@ -145,6 +148,14 @@ def size_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
+def _remove(store: Store, checkpoint_id: str) -> bool:
+    try:
+        return store.remove(checkpoint_id)
+    except FileNotFoundError:  # its sandbox was destroyed meanwhile, and the whole store with it
+        return False
+
+
 def _drop_if_empty(store: Store) -> None:
-    if not store.all():
-        store.destroy()
+    with suppress(FileNotFoundError):  # somebody else was first
+        if not store.all():
+            store.destroy()

@@ -36,6 +36,7 @@ from envkeeper.seal import Seal
 MANIFEST, READY = "manifest.json", "READY"
 FORMAT = 1
 _LARGE = 1 << 20  # bytes; from here on a file is worth a thread of its own
+_TRIES = 100  # to remove a folder
 ANCESTORS = 64
 Step = Callable[[str], None]
 
@@ -88,7 +89,8 @@ def publish_step(name: str) -> None:
 
 class Store:
     """Checkpoints of one sandbox. ``step`` is called with its name after each step of ``publish``. With ``seal``,
-    what lies here is encrypted, and ``begin`` gives a folder on a tmpfs."""
+    what lies here is encrypted, and ``begin`` gives a folder on a tmpfs. Without ``make`` no folder is made: for who
+    only looks, beside a ``destroy`` that what is looked at must not come back from (FileNotFoundError then)."""
 
     def __init__(
         self,
@@ -98,13 +100,14 @@ class Store:
         *,
         disk: Disk | None = None,
         seal: Seal | None = None,
+        make: bool = True,
     ) -> None:
         self.home, self.sandbox_id = root / sandbox_id, sandbox_id
         self._tmp, self._done = self.home / "tmp", self.home / "ck"
         self._step, self._disk, self._seal = step, disk or Disk(), seal
         self.claims = Claims(self.home / "claims", self.home / "lock", self._disk)
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in (self.home, self._tmp, self._done, self.home / "claims"):
+        for folder in (self.home, self._tmp, self._done, self.home / "claims") if make else ():
             self._disk.mkdir(folder)
 
     def recover(self) -> list[str]:
@@ -317,7 +320,10 @@ class Store:
 
     def destroy(self) -> None:
         """The whole store of an ended sandbox. Forks keep what they share."""
-        shutil.rmtree(self.home, ignore_errors=True)
+        for _ in range(_TRIES):  # who looks at it meanwhile may make its lock anew, until its folder is gone
+            shutil.rmtree(self.home, ignore_errors=True)
+            if not self.home.exists():
+                break
         if self._seal is not None:
             self._seal.clear(self.sandbox_id)
 
