@@ -29,7 +29,14 @@ CONTEXT = 4096
 KV_BYTES = 256 << 20  # SmolLM2 needs 180 MiB for one request of that length
 # The second fault of a scene comes soon after the first, and must not end in a quarantine.
 EXTRA = "[policy]\nrepeat_window_s = 0.001\n[envkeeper]\nenabled = false\n"
-SLOT = f"hang_limit_s = {HANG_LIMIT_S}\nmax_num_batched_tokens = {CONTEXT}\n"
+
+
+def slot_of(hang_limit_s: float) -> str:
+    """Lines of each [[slot]]."""
+    return f"hang_limit_s = {hang_limit_s}\nmax_num_batched_tokens = {CONTEXT}\n"
+
+
+SLOT = slot_of(HANG_LIMIT_S)
 
 
 class SoakHost(LocalHost):
@@ -52,7 +59,7 @@ class SoakHost(LocalHost):
             env = {**os.environ, "BELAYER_ROOT": str(self.root)}
             command = [*self._around, sys.executable, "-m", "tests.support.sabotage"]
             self.zygote = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
-        self.wait("zygote", self._listens, 180.0)
+        self.wait("zygote", self._listens, 400.0)
         self.start(ROLLOUT)
         self.until_protected()
 
@@ -90,7 +97,7 @@ class SoakHost(LocalHost):
         begun.unlink(missing_ok=True)
         self.flag.write_text(words)
         try:
-            self.wait("a stall", lambda: begun.exists() or None, 30.0)
+            self.wait("a stall", lambda: (begun.exists() and begun.read_text()) or None, 120.0)
             yield
         finally:
             self.flag.unlink(missing_ok=True)
@@ -136,7 +143,7 @@ class Ledger:
         )
 
     def incidents(self) -> dict[str, Incident]:
-        rows = call_sync(self._host.paths.belayerd_sock, ListIncidents(limit=200), IncidentList, 10.0).incidents
+        rows = call_sync(self._host.paths.belayerd_sock, ListIncidents(limit=200), IncidentList, 60.0).incidents
         return {row.incident_id: row for row in rows if row.cause != "start"}
 
     def play(self, name: str, run: Callable[[Scene], None]) -> Scene:
@@ -144,7 +151,7 @@ class Ledger:
         before, known, watch, scene = self.roles(), self.incidents(), Stopwatch(), Scene(name)
         self.scenes.append(scene)
         run(scene)
-        self._host.until_protected(180.0)
+        self._host.until_protected(300.0)
         scene.seconds = watch.ms() / 1e3
         self._judge(scene, before, {k: v for k, v in self.incidents().items() if k not in known})
         print(
