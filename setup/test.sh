@@ -52,7 +52,7 @@ halves() {
   local logs=$ROOT/.cache/logs engines=() rest=() file pid one=0 two=0
   mkdir -p "$logs"
   for file in tests/e2e/test_*.py tests/conformance/test_rollout_workers.py; do
-    case $file in *envkeeper*) ;; *) engines+=("$file") && rest+=("--ignore=$file") ;; esac
+    case $file in *envkeeper* | */test_trajectory.py) ;; *) engines+=("$file") && rest+=("--ignore=$file") ;; esac
   done
   say "pytest, half of it in $logs/test-engines.log"
   "$python" -m pytest -o cache_dir=.cache/pytest-engines "${engines[@]}" >"$logs/test-engines.log" 2>&1 &
