@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import docker
+import docker.errors
 
 from belayer.errors import BelayerError
 from belayer.messages.common import Done, Ping, Pong
@@ -51,12 +53,12 @@ class EnvHost:
         return Paths(self.root)
 
     def wait_ready(self) -> None:
-        eventually(self.answers, within=60, what=f"envkeeper answers; see {self.root}/envkeeper.log", every=0.05)
+        eventually(self.answers, what=f"envkeeper answers; see {self.root}/envkeeper.log", every=0.05)
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.tail()
         try:
-            return call_sync(self.paths.envkeeper_sock, Ping(), Pong, 0.5).pid == self.process.pid
+            return call_sync(self.paths.envkeeper_sock, Ping(), Pong, 5.0).pid == self.process.pid
         except BelayerError:
             return False
 
@@ -64,20 +66,20 @@ class EnvHost:
         return Sandbox.create(name=name, paths=self.paths, **limits)  # type: ignore[arg-type]
 
     def info(self, sandbox_id: str) -> SandboxInfo:
-        listed = call_sync(self.paths.envkeeper_sock, ListSandboxes(), SandboxList)
+        listed = call_sync(self.paths.envkeeper_sock, ListSandboxes(), SandboxList, 60.0)
         return next(row for row in listed.sandboxes if row.sandbox_id == sandbox_id)
 
     def listed(self) -> list[str]:
-        listed = call_sync(self.paths.envkeeper_sock, ListSandboxes(), SandboxList)
+        listed = call_sync(self.paths.envkeeper_sock, ListSandboxes(), SandboxList, 60.0)
         return [row.sandbox_id for row in listed.sandboxes]
 
     def destroy(self, sandbox_id: str) -> None:
-        call_sync(self.paths.envkeeper_sock, DestroySandbox(sandbox_id=sandbox_id), Done, 60)
+        call_sync(self.paths.envkeeper_sock, DestroySandbox(sandbox_id=sandbox_id), Done, 300)
 
     def kill(self) -> None:
         """SIGKILL to the daemon, and proof that it is gone by that."""
         self.process.send_signal(signal.SIGKILL)
-        code = self.process.wait(10)
+        code = self.process.wait(120)
         assert code == -signal.SIGKILL, f"it had ended by itself with {code}: {self.tail()}"
 
     def tail(self) -> str:
@@ -104,15 +106,21 @@ class EnvHost:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(10)
+                self.process.wait(120)
         self.log.close()
+        eventually(self._emptied, what=f"no container of {self.root} is left")
+
+    def _emptied(self) -> bool:
+        """Removes what is there. Docker may be about to do the same, on the word of a daemon that is dead now."""
         client = docker.APIClient(self.docker)
         try:
             for container_id in self.containers():
-                client.remove_container(container_id, force=True, v=True)
+                with suppress(docker.errors.APIError):
+                    client.remove_container(container_id, force=True, v=True)
                 marks.forget(container_id)
         finally:
             client.close()
+        return not self.containers()
 
 
 def _spawn(root: Path, log: IO[bytes], more: dict[str, str]) -> subprocess.Popen[bytes]:

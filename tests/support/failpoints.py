@@ -33,7 +33,7 @@ class Failpoints:
 
     def wait(self, point: Point, pid: int) -> None:
         """The daemon is at the point: it said so, and all its threads are stopped."""
-        eventually((self.folder / f"{point}.hit").exists, within=30, what=f"{point} is reached")
+        eventually((self.folder / f"{point}.hit").exists, what=f"{point} is reached")
         eventually(lambda: stopped(pid), what=f"{pid} is stopped")
 
     def clear(self) -> None:

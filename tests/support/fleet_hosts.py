@@ -18,7 +18,8 @@ from tests.support.router_host import TREE, RouterHost, config_text, write_recor
 from tests.support.wait import eventually
 
 FLEET_PORT, HTTP_PORT = 7300, 8000
-TIMES = "beat_s = 0.2\nslow_s = 1.0\nlost_s = 3.0\norphan_s = 4.0\n"
+LOST_S = 5.0
+TIMES = f"beat_s = 0.2\nslow_s = 1.5\nlost_s = {LOST_S}\norphan_s = 6.0\n"
 
 
 @dataclass
@@ -34,14 +35,21 @@ class FleetHost(RouterHost):
         return f"http://{self.net.hosts[self.name]}:{HTTP_PORT}"
 
     def fleet(self) -> FleetStatusReply:
-        return self.rpc.call(FleetStatus(), FleetStatusReply)
+        return self.rpc.call(FleetStatus(), FleetStatusReply, 60.0)
 
     def peer(self, host: str) -> PeerView:
         return next(peer for peer in self.fleet().peers if peer.host == host)
 
-    def sees(self, host: str, state: str, within: float = 60.0) -> PeerView:
-        eventually(lambda: self.peer(host).state == state, within=within, what=f"{self.host} sees {host} {state}")
-        return self.peer(host)
+    def sees(self, host: str, state: str) -> PeerView:
+        """Wait until it does; the very view in which it did."""
+        seen: list[PeerView] = []
+
+        def so() -> bool:
+            seen[:] = [self.peer(host)]
+            return seen[0].state == state
+
+        eventually(so, what=f"{self.host} sees {host} {state}")
+        return seen[0]
 
     def come_back(self) -> None:
         self.rpc.close()
@@ -57,7 +65,6 @@ class FleetHost(RouterHost):
         """Wait until the remote slot is linked."""
         eventually(
             lambda: any(row.slot == slot and row.registered for row in self.status().slots),
-            within=60,
             what=f"{self.host} may use {slot}; see {self.root}/router.log",
         )
 

@@ -61,7 +61,7 @@ def child(name: str, verb: str, fd: int = -1, nbytes: int = 0) -> subprocess.Pop
 def deed(name: str, verb: str, fd: int, nbytes: int) -> int:
     """Exit status of a child: 0, FAULTED, or minus the signal that ended it."""
     process = child(name, verb, fd, nbytes)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     return process.returncode
 
 

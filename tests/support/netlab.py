@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,7 +49,7 @@ class LateLink:
 
     def close(self) -> None:
         self._told.close()
-        self._process.wait(10)
+        self._process.wait(120)
         self._said.close()
 
 
@@ -60,7 +61,7 @@ class Net:
     hosts: dict[str, str] = field(default_factory=dict)  # host -> address
 
     def __post_init__(self) -> None:
-        self.third = os.getpid() % 200 + 20
+        self.third = self._place()
         run("ip", "netns", "add", self.switch)
         self._switch("ip", "link", "add", "br0", "type", "bridge")
         self._switch("ip", "link", "set", "br0", "up")
@@ -68,6 +69,18 @@ class Net:
         self._switch("ip", "link", "set", "root", "master", "br0", "up")
         run("ip", "addr", "add", f"{self.address(254)}/24", "dev", f"{self.name}r")
         run("ip", "link", "set", f"{self.name}r", "up")
+
+    def _place(self) -> int:
+        """A network that no other process has: both halves of the suite make one. Held by an abstract socket."""
+        for third in range(20, 220):
+            self._held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            try:
+                self._held.bind(f"\0belayer-net-{third}")
+            except OSError:
+                self._held.close()
+                continue
+            return third
+        raise AssertionError("200 networks of tests at once")
 
     @property
     def switch(self) -> str:
@@ -198,3 +211,4 @@ class Net:
             subprocess.run(["ip", "netns", "del", f"{self.name}-{host}"], check=False)
         subprocess.run(["ip", "link", "del", f"{self.name}r"], check=False)
         subprocess.run(["ip", "netns", "del", self.switch], check=False)
+        self._held.close()

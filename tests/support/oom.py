@@ -1,12 +1,18 @@
-"""A memory control group so small that the kernel's OOM killer ends who enters it; version 1, or 2 where it may be."""
+"""A memory control group so small that the kernel's OOM killer ends who enters it; version 1, or 2 where it may be.
+
+The groups of one run of pytest have a name of its own, which its processes find in their environment: another run on
+the same host, the other half of the suite, must not sweep them."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from tests.support.wait import remove_group
+
 _V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-_NAME = "belayer-test-oom-"
+_RUN = os.environ.setdefault("BELAYER_TEST_OOM", str(os.getpid()))
+_NAME = f"belayer-test-oom-{_RUN}-"
 
 
 def _base() -> Path | None:
@@ -47,5 +53,5 @@ def sweep() -> int:
     base = _base()
     found = [] if base is None else list(base.glob(f"{_NAME}*"))
     for group in found:
-        group.rmdir()
+        remove_group(group)
     return len(found)

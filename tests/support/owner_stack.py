@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,7 @@ from belayer.messages import owner as o
 from belayer.paths import Paths
 from belayer.seqpacket import SeqClient
 from gpuowner.store import end_holder
-from tests.support.wait import eventually
+from tests.support.wait import eventually, remove_tree
 
 REPO = Path(__file__).resolve().parents[2]
 MODEL = REPO / ".cache/models/SmolLM2-135M-Instruct"
@@ -88,4 +87,4 @@ class Stack:
             daemon.wait()
         for kind in ("weights", "kv"):
             end_holder(self.paths.owner_holder_sock(kind))
-        shutil.rmtree(self.root)
+        remove_tree(self.root)

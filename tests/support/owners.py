@@ -77,7 +77,7 @@ class Owners(Stack):
             except DaemonUnreachable:
                 return False
 
-        eventually(serves, within=60, what=f"the owner of {kind} serves", every=0.02)
+        eventually(serves, what=f"the owner of {kind} serves", every=0.02)
         return self.status(kind)
 
     def kill(self, kind: str) -> None:
@@ -97,8 +97,8 @@ class Owners(Stack):
             client.close()
 
     def arena_in(self, state: str, slot: str = "slot0", rank: int = 0) -> o.ArenaInfo:
-        """Wait until the arena is in ``state``; a death is known at once, so not for long."""
-        eventually(lambda: self.the_arena(slot, rank).state == state, within=5.0, what=f"{slot} is {state}")
+        """Wait until the arena is in ``state``."""
+        eventually(lambda: self.the_arena(slot, rank).state == state, what=f"{slot} is {state}")
         return self.the_arena(slot, rank)
 
     def the_arena(self, slot: str = "slot0", rank: int = 0) -> o.ArenaInfo:
@@ -159,6 +159,6 @@ def kill_pid(pid: int) -> None:
     fd = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(fd, signal.SIGKILL)
-        assert procs.wait_dead([fd], 10.0) == []
+        assert procs.wait_dead([fd], 60.0) == []
     finally:
         os.close(fd)

@@ -19,7 +19,7 @@ import docker
 import docker.errors
 import requests
 
-from tests.support.wait import eventually
+from tests.support.wait import eventually, remove_tree
 
 RUNTIME = Path("/opt/belayer/bin/belayer-runtime")
 
@@ -52,14 +52,14 @@ class PrivateDocker:
 
     def start_containerd(self) -> None:
         self.containerd = self._spawn("containerd", "--config", str(self.root / "containerd.toml"))
-        eventually(self._serves, within=60, what=f"containerd serves; see {self.root}/containerd.log", every=0.05)
+        eventually(self._serves, what=f"containerd serves; see {self.root}/containerd.log", every=0.05)
 
     def start_dockerd(self) -> None:
         (self.root / "d.pid").unlink(missing_ok=True)  # a killed dockerd leaves it, and a new one then refuses
         self.dockerd = self._spawn(
             "dockerd", "--config-file", str(self.root / "daemon.json"), "--containerd", str(self._address)
         )
-        eventually(self.answers, within=60, what=f"dockerd answers; see {self.root}/dockerd.log", every=0.05)
+        eventually(self.answers, what=f"dockerd answers; see {self.root}/dockerd.log", every=0.05)
 
     def mend(self) -> None:
         """Start again what does not run."""
@@ -71,16 +71,16 @@ class PrivateDocker:
     def _serves(self) -> bool:
         """Its socket is there long before anybody is served."""
         ask = [self._program("ctr"), "--address", str(self._address), "--connect-timeout", "1s", "version"]
-        return subprocess.run(ask, capture_output=True, check=False, timeout=30).returncode == 0
+        return subprocess.run(ask, capture_output=True, check=False, timeout=300).returncode == 0
 
     def client(self) -> docker.APIClient:
-        return docker.APIClient(base_url=self.url, timeout=60, version="auto")
+        return docker.APIClient(base_url=self.url, timeout=300, version="auto")
 
     def answers(self) -> bool:
         assert self.dockerd is not None
         assert self.dockerd.poll() is None, (self.root / "dockerd.log").read_text()[-3000:]
         try:
-            client = docker.APIClient(base_url=self.url, timeout=5, version="1.40")
+            client = docker.APIClient(base_url=self.url, timeout=30, version="1.40")
             try:
                 return bool(client.ping())
             finally:
@@ -96,10 +96,10 @@ class PrivateDocker:
             try:
                 client.start(made)
                 return int(client.wait(made, timeout=30)["StatusCode"]) == 0
-            except docker.errors.APIError:
-                return False
             finally:
                 client.remove_container(made, force=True)
+        except (docker.errors.DockerException, requests.exceptions.RequestException):
+            return False
         finally:
             client.close()
 
@@ -107,7 +107,7 @@ class PrivateDocker:
         """Copy an image of the host's Docker into this one, through a pipe."""
         save = subprocess.Popen(["docker", "save", name], stdout=subprocess.PIPE)
         subprocess.run(["docker", "-H", self.url, "load", "-q"], stdin=save.stdout, check=True, capture_output=True)
-        assert save.wait(60) == 0
+        assert save.wait(300) == 0
 
     def kill_dockerd(self) -> None:
         """SIGKILL, and proof. Containers and their shims live on (live-restore)."""
@@ -155,13 +155,19 @@ class PrivateDocker:
                     child.wait(20)
                 except subprocess.TimeoutExpired:
                     child.kill()
-                    child.wait(10)
+                    child.wait(120)
         for pid in self.shims().values():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not self.shims(), what="its shims are dead")
+        eventually(self._unmounted, what=f"nothing is mounted below {self.root}")
+        remove_tree(self.root)
+
+    def _unmounted(self) -> bool:
+        """What a shim unmounts in its last moment is no mount any more when it is its turn here."""
         for point in sorted(self.mounts(), reverse=True):
-            subprocess.run(["umount", "-l", point], check=True)
-        shutil.rmtree(self.root)
+            subprocess.run(["umount", "-l", point], check=False, capture_output=True)
+        return not self.mounts()
 
     def _spawn(self, program: str, *args: str) -> subprocess.Popen[bytes]:
         found = self._program(program)
@@ -202,4 +208,4 @@ class PrivateDocker:
     def _kill(child: subprocess.Popen[bytes] | None) -> None:
         assert child is not None
         child.send_signal(signal.SIGKILL)
-        assert child.wait(10) == -signal.SIGKILL
+        assert child.wait(120) == -signal.SIGKILL

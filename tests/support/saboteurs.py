@@ -20,7 +20,8 @@ class SaboteurHost(LocalHost):
 
     def __init__(self, root: Path, config: str, policy: str = "") -> None:
         self.alerts = root / "alerts.jsonl"
-        command = json.dumps(["sh", "-c", f"cat >>{self.alerts}; echo >>{self.alerts}"])
+        # One write for each: two alerts at a time must not come out as half lines.
+        command = json.dumps(["sh", "-c", f'told=$(cat); printf "%s\\n" "$told" >>{self.alerts}'])
         extra = f"[policy]\nrepeat_window_s = 0.001\nalert_command = {command}\n{policy}\n"
         super().__init__(root, f"{config}\n{extra}[envkeeper]\nenabled = false\n")
         self._zygote: subprocess.Popen[bytes] | None = None

@@ -94,7 +94,7 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, headers=self._headers, timeout=120) as answer:
+            with httpx.stream("POST", self._url, json=self._body, headers=self._headers, timeout=300) as answer:
                 self.seen.status = answer.status_code
                 for line in answer.iter_lines():
                     self._take(line)
@@ -109,7 +109,7 @@ class Stream(threading.Thread):
         elif line.startswith("data: "):
             self.seen.chunks.append(json.loads(line[6:]))
 
-    def result(self, within: float = 60.0) -> Seen:
+    def result(self, within: float = 300.0) -> Seen:
         self.join(within)
         assert not self.is_alive(), f"no end within {within:g} s; so far {len(self.seen.chunks)} chunks"
         return self.seen
