@@ -19,7 +19,7 @@ import zmq
 
 from belayer import fleet_keys
 from belayer.paths import Paths
-from tests.support.fleet_hosts import FLEET_PORT, HTTP_PORT, FleetHost, prepare, write_keys
+from tests.support.fleet_hosts import FLEET_PORT, HTTP_PORT, LOST_S, FleetHost, prepare, write_keys
 from tests.support.netlab import Net
 from tests.support.raw_http import expected
 from tests.support.router_host import TREE, FakeWorker
@@ -84,8 +84,8 @@ def forwarded(a: FleetHost, b: FleetHost, *more: str) -> tuple[Stream, FakeWorke
     before = a.slot(REMOTE).tokens_total
     stream = Stream(a.url, PATH, BODY)
     stream.start()
-    eventually(lambda: a.slot(REMOTE).tokens_total == before + CUT, within=60, what=f"{CUT} tokens of {REMOTE}")
-    assert b.fleet().serving == {"host-a": 1}
+    eventually(lambda: a.slot(REMOTE).tokens_total == before + CUT, what=f"{CUT} tokens of {REMOTE}")
+    eventually(lambda: b.fleet().serving == {"host-a": 1}, what="it is known as a guest there")
     return stream, worker
 
 
@@ -109,8 +109,8 @@ def goes_on_here(a: FleetHost, stream: Stream, remote: FakeWorker) -> None:
 
 def frees(b: FleetHost, worker: FakeWorker) -> None:
     """The host that was left gives its engine free, within its own bound."""
-    eventually(lambda: worker.running() == 0, within=60, what="the engine was freed")
-    assert b.fleet().serving == {}
+    eventually(lambda: worker.running() == 0, what="the engine was freed")
+    eventually(lambda: b.fleet().serving == {}, what="it is no guest there any more")
 
 
 def test_shadow_of_other_host_takes_over_and_origin_sees_a_pause(hosts: tuple[FleetHost, FleetHost]) -> None:
@@ -129,7 +129,7 @@ def test_client_that_leaves_frees_the_engine_of_the_other_host(hosts: tuple[Flee
     a, b = hosts
     worker = b.worker("s0", "--hold-at", str(CUT))
     a.may_use(REMOTE)
-    with httpx.stream("POST", f"{a.url}{PATH}", json=BODY, timeout=30) as answer:
+    with httpx.stream("POST", f"{a.url}{PATH}", json=BODY, timeout=300) as answer:
         lines = answer.iter_lines()  # held: a generator that is let go closes the answer
         assert next(lines)
         assert worker.running() == 1
@@ -144,7 +144,7 @@ def test_full_host_uses_a_free_one(hosts: tuple[FleetHost, FleetHost]) -> None:
     streams = [Stream(a.url, PATH, BODY) for _ in range(4)]
     for stream in streams:
         stream.start()
-    eventually(lambda: (own.running(), other.running()) == (2, 2), within=60, what="two here, two there")
+    eventually(lambda: (own.running(), other.running()) == (2, 2), what="two here, two there")
     own.release()
     other.release()
     for stream in streams:
@@ -156,13 +156,13 @@ def test_host_that_is_cut_off(hosts: tuple[FleetHost, FleetHost], net: Net) -> N
     stream, worker = forwarded(a, b)
     net.unplug("b")
     lost = a.sees("host-b", "silent")
-    assert lost.heard_s >= 3.0
+    assert lost.heard_s >= LOST_S
     goes_on_here(a, stream, worker)
     frees(b, worker)  # it cannot hear us: its own clock tells it
     worker.release()
     net.plug("b")
     a.sees("host-b", "up")
-    assert a.peer("host-b").forwarded == 0
+    eventually(lambda: a.peer("host-b").forwarded == 0, what="nothing is with it any more")
 
 
 def test_request_waits_through_a_short_cut(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
@@ -194,7 +194,7 @@ def test_host_that_answers_late(hosts: tuple[FleetHost, FleetHost], net: Net) ->
     a, b = hosts
     stream, worker = forwarded(a, b)
     net.throttle("b", "10kbit")
-    eventually(lambda: a.peer("host-b").state in ("slow", "silent"), within=60, what="it is seen late")
+    eventually(lambda: a.peer("host-b").state in ("slow", "silent"), what="it is seen late")
     goes_on_here(a, stream, worker)
     net.free("b")
     worker.release()
@@ -207,7 +207,7 @@ def test_host_that_is_killed_and_returns(hosts: tuple[FleetHost, FleetHost]) -> 
     life = a.peer("host-b").life
     worker.kill()
     b.process.kill()
-    assert b.process.wait(10) == -signal.SIGKILL
+    assert b.process.wait(120) == -signal.SIGKILL
     a.sees("host-b", "silent")
     goes_on_here(a, stream, worker)
     b.come_back()
@@ -235,17 +235,16 @@ def test_garbage_and_wrong_keys_are_counted_and_harm_nothing(
     stream, worker = forwarded(a, b)
     where = (net.hosts["b"], FLEET_PORT)
     for bytes_ in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53)):
-        with socket.create_connection(where, timeout=10) as sock:
+        with socket.create_connection(where, timeout=60) as sock:
             sock.sendall(bytes_)
     knock(where, tmp_path, b, listed=False)
     knock(where, tmp_path, b, listed=True)
-    after = b.fleet().dropped
-    assert after.get("unknown_key", 0) > before.get("unknown_key", 0)
-    assert sum(after.values()) - sum(before.values()) >= 4
+    eventually(lambda: sum(b.fleet().dropped.values()) - sum(before.values()) >= 4, what="each of them is counted")
+    assert b.fleet().dropped.get("unknown_key", 0) > before.get("unknown_key", 0)
     assert b.metric('belayer_fleet_dropped_total{reason="unknown_key"}') > 0
     worker.release()
     whole(a, stream, [(REMOTE, worker.generation)])
-    assert a.peer("host-b").state == "up"
+    a.sees("host-b", "up")
 
 
 def knock(where: tuple[str, int], folder: Path, b: FleetHost, *, listed: bool) -> None:
@@ -266,7 +265,7 @@ def knock(where: tuple[str, int], folder: Path, b: FleetHost, *, listed: bool) -
         sock.connect(f"tcp://{where[0]}:{where[1]}")
         for message in ([b"beat", b"\xc1"], [b"hello"], [b"add", b"", b"x"], [b"what"], [b"hello", b"t", b"1", b"2"]):
             sock.send_multipart(message)
-        eventually(lambda: b.fleet().dropped.get(reason, 0) > before, within=30, what=f"{reason} is counted")
+        eventually(lambda: b.fleet().dropped.get(reason, 0) > before, what=f"{reason} is counted")
     context.term()
 
 
@@ -288,7 +287,7 @@ def test_link_that_is_late_loses_at_random_and_mixes_up(hosts: tuple[FleetHost, 
             assert (seen.errors, seen.done, len(seen.finishes)) == ([], 1, 1)
             assert seen.token_ids == expected(a.record, len(BODY["token_ids"]), TOKENS)
         assert min(wire.lost("to_host"), wire.lost("to_net")) > 0
-        wire.behave(to_host={"loss": 0}, to_net={"delay_ms": 1600, "jitter_ms": 0, "loss": 0})
+        wire.behave(to_host={"loss": 0}, to_net={"delay_ms": 2500, "jitter_ms": 0, "loss": 0})
         late = a.sees("host-b", "slow")
         assert "answer" in late.why
         wire.behave(to_net={"delay_ms": 0})
@@ -303,12 +302,10 @@ def test_the_same_version_with_other_bytes_is_not_used(hosts: tuple[FleetHost, F
     before = a.slot("s0").tokens_total
     stream = Stream(a.url, PATH, BODY)
     stream.start()
-    eventually(lambda: a.slot("s0").tokens_total == before + CUT, within=60, what=f"{CUT} tokens here")
+    eventually(lambda: a.slot("s0").tokens_total == before + CUT, what=f"{CUT} tokens here")
     other = b.worker("s0", "--digest", "bbbb")
     a.may_use(REMOTE)
-    eventually(
-        lambda: "other bytes" in a.peer("host-b").unused.get("s0", ""), within=60, what="they are seen as others"
-    )
+    eventually(lambda: "other bytes" in a.peer("host-b").unused.get("s0", ""), what="they are seen as others")
     own.kill()
     a.unregister(own, gone=True)
     assert a.status().waiting == 1
@@ -341,7 +338,7 @@ def test_what_is_wrong_with_a_peer_is_named_and_the_rest_serves(
     fleet_keys.add(root / "keys", "host-x", x)
     unlisted = prepare(net, "d", "host-d", root, peers)
     try:
-        assert unlisted.process.wait(60) == 2, "a key that is missing is a mistake of the operator"
+        assert unlisted.process.wait(300) == 2, "a key that is missing is a mistake of the operator"
         assert "no key of host-b" in (root / "router.log").read_text()
         checked = belayerctl(unlisted, "config", "check")
         assert (checked.returncode, "no key of host-b" in checked.stderr) == (2, True)
@@ -351,9 +348,9 @@ def test_what_is_wrong_with_a_peer_is_named_and_the_rest_serves(
         unlisted.come_back()
         for peer, why in (("host-a", "does not let this host in"), ("host-b", "does not prove to be host-b"),
                           ("host-x", "its name host-x.invalid does not resolve")):  # fmt: skip
-            eventually(shows(unlisted, peer, why), within=60, what=f"{peer}: {why}")
+            eventually(shows(unlisted, peer, why), what=f"{peer}: {why}")
             assert unlisted.peer(peer).state == "silent"
-        assert b.fleet().dropped["not_our_protocol"] > broken
+        eventually(lambda: b.fleet().dropped.get("not_our_protocol", 0) > broken, what="host-b has counted it")
         own = unlisted.worker("s0")
         stream = Stream(unlisted.url, PATH, BODY)
         stream.start()
@@ -393,7 +390,7 @@ def test_earlier_life_of_a_host_is_fenced(hosts: tuple[FleetHost, FleetHost], ne
     copy = prepare(net, "c", "host-b", root, {"host-a": net.hosts["a"]})
     try:
         eventually(copy.answers, within=240, what=f"the copy answers; see {root}/router.log", every=0.1)
-        eventually(lambda: a.peer("host-b").life > first and a.peer("host-b").state == "up", within=60, what="the copy")
+        eventually(lambda: a.peer("host-b").life > first and a.peer("host-b").state == "up", what="the copy")
         copied = copy.worker("s0", *same)
         makers = [(REMOTE, worker.generation), (REMOTE, copied.generation)]
         whole(a, stream, list(dict.fromkeys(makers)))

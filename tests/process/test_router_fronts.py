@@ -20,21 +20,22 @@ import httpx
 import pytest
 
 from belayer import procs
+from belayer.localhost import free_port
 from belayer.paths import Paths
 from tests.support import fronts
-from tests.support.router_host import MODEL, FakeWorker, RouterHost, config_text, free_port, spawn_router
+from tests.support.router_host import MODEL, FakeWorker, RouterHost, config_text, spawn_router
 from tests.support.streams import Seen, Stream, completion
 from tests.support.wait import eventually
 
 TOKENS, CUT, LIVE = 30, 11, 8
 HELD = ("--hold-at", str(CUT))
-SILENCE_S = 10.0  # of a front (and of a link): long enough for a machine that is busy with other tests
+SILENCE_S = 20.0  # of a front (and of a link): long enough for a machine that is busy with other tests
 
 
 @pytest.fixture(scope="module")
 def router() -> Iterator[RouterHost]:
     with tempfile.TemporaryDirectory(prefix="bl-") as root:
-        more = f"fronts = 2\nmax_requests = {LIVE}\nlink_silence_s = {SILENCE_S}\nrequest_deadline_s = 40.0\n"
+        more = f"fronts = 2\nmax_requests = {LIVE}\nlink_silence_s = {SILENCE_S}\nrequest_deadline_s = 120.0\n"
         host = RouterHost.start(Path(root), ["s0"], more, urls=True)
         try:
             yield host
@@ -46,7 +47,7 @@ def router() -> Iterator[RouterHost]:
 def host(router: RouterHost) -> Iterator[RouterHost]:
     yield router
     router.clear()
-    eventually(lambda: (row := router.status()).running + row.waiting == 0, within=60, what="nothing is left over")
+    eventually(lambda: (row := router.status()).running + row.waiting == 0, what="nothing is left over")
 
 
 @contextmanager
@@ -98,8 +99,8 @@ def adds(host: RouterHost) -> int:
 
 def held(host: RouterHost, worker: FakeWorker, *streams: Stream) -> None:
     """All of these wait at the engine with tokens on their way or delivered."""
-    eventually(lambda: worker.running() == len(streams), within=60, what="all are at the engine")
-    eventually(lambda: any(one.seen.token_ids for one in streams), within=60, what="the engine has begun")
+    eventually(lambda: worker.running() == len(streams), what="all are at the engine")
+    eventually(lambda: any(one.seen.token_ids for one in streams), what="the engine has begun")
 
 
 def two_fronts(host: RouterHost, but: int = 0) -> list[int]:
@@ -226,9 +227,11 @@ def test_a_dead_front_takes_only_its_own_streams(host: RouterHost, truth: Seen) 
 def test_any_front_tells_the_metrics_of_all_once(host: RouterHost) -> None:
     host.worker("s0")
     with on_each(host) as clients:
-        before = host.metric('vllm:request_success_total{engine="0",finished_reason="length",model_name="smollm2"}')
+        row = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="smollm2"}'
+        before = host.metric(row)
         for client in clients.values():
             client.post("/v1/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 2})
+        eventually(lambda: host.metric(row) == before + 2, what="vLLM has counted both, a moment after their answers")
         for client in clients.values():
             text = client.get("/metrics").text
             kinds = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
@@ -239,7 +242,6 @@ def test_any_front_tells_the_metrics_of_all_once(host: RouterHost) -> None:
                 *kinds,
                 *(kind + "_total" for kind in kinds),
             }
-            row = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="smollm2"}'
             assert f"{row} {before + 2}" in text
 
 
@@ -251,7 +253,7 @@ def test_admin_calls_and_health_are_the_same_at_every_front(host: RouterHost) ->
         for one, other in ((first, second), (second, first)):
             assert one.post("/pause").status_code == 200
             assert other.get("/is_paused").json() == {"is_paused": True}
-            assert httpx.get(f"{own}/is_paused").json() == {"is_paused": True}
+            assert httpx.get(f"{own}/is_paused", timeout=120).json() == {"is_paused": True}
             assert other.post("/resume").status_code == 200
             assert one.get("/is_paused").json() == {"is_paused": False}
             assert one.post("/reset_prefix_cache").status_code == 200
@@ -274,7 +276,7 @@ def test_abort_of_all_requests_reaches_all_fronts(host: RouterHost) -> None:
     worker = host.worker("s0", *HELD)
     served = fronts.one_on_each(host.url, lambda: stream(host))
     held(host, worker, *(one.stream for one in served))
-    said = httpx.post(f"{host.url}/abort_requests", json={}, timeout=60).json()
+    said = httpx.post(f"{host.url}/abort_requests", json={}, timeout=300).json()
     assert said == {"status": "aborted", "aborted": len(served)}
     for one in served:
         seen = one.stream.result()
@@ -293,7 +295,7 @@ def test_a_client_that_leaves_any_front_frees_the_engine(host: RouterHost) -> No
     served = fronts.one_on_each(host.url, leaver)
     for one in served:
         assert one.stream.result().finishes == []
-    eventually(lambda: worker.running() == 0, within=60, what="the engine is free")
+    eventually(lambda: worker.running() == 0, what="the engine is free")
     assert len([line for line in host.told() if line.startswith("abort")]) == before + len(served)
 
 
@@ -324,7 +326,7 @@ def test_fronts_die_with_a_killed_router_and_the_next_one_takes_over(host: Route
     eventually(lambda: len(named.stream.seen.token_ids) == CUT, what="its client has what was made")
     pids = [os.pidfd_open(pid) for pid in fronts.serving(host.url)]
     host.kill_and_return()
-    assert all(procs.is_dead(pidfd) for pidfd in pids)
+    eventually(lambda: all(procs.is_dead(pidfd) for pidfd in pids), what="its fronts are dead")
     for pidfd in pids:
         os.close(pidfd)
     assert named.stream.result().error is not None
@@ -338,7 +340,7 @@ def test_the_zygote_s_death_ends_the_router_which_comes_back(host: RouterHost) -
     (zygote,) = procs.children(host.process.pid)
     pids = [os.pidfd_open(pid) for pid in fronts.serving(host.url)]
     kill(zygote)
-    assert host.process.wait(30) == 1
+    assert host.process.wait(120) == 1
     eventually(lambda: all(procs.is_dead(pidfd) for pidfd in pids), what="its fronts are dead")
     for pidfd in pids:
         os.close(pidfd)
@@ -358,8 +360,8 @@ def test_sigterm_ends_streams_of_all_fronts_with_an_error(host: RouterHost) -> N
         seen = one.stream.result()
         assert [error["message"].split(":")[0] for error in seen.errors] == ["refused"]
         assert seen.done == 1
-    assert host.process.wait(30) == 0
-    assert all(procs.is_dead(pidfd) for pidfd in pids)
+    assert host.process.wait(120) == 0
+    eventually(lambda: all(procs.is_dead(pidfd) for pidfd in pids), what="its fronts are dead")
     for pidfd in pids:
         os.close(pidfd)
     with socket.socket() as sock:

@@ -28,7 +28,8 @@ def host() -> Iterator[RouterHost]:
         one = RouterHost.start(
             Path(root),
             ["s0"],
-            f"max_requests = {LIVE}\nread_deadline_s = 1.0\nmax_body_mb = 4\nrequest_deadline_s = 20.0",
+            f"max_requests = {LIVE}\nread_deadline_s = 5.0\nmax_body_mb = 4\n"
+            "request_deadline_s = 60.0\nlink_silence_s = 120.0",
         )
         try:
             yield one
@@ -47,7 +48,7 @@ def unharmed(host: RouterHost) -> Iterator[None]:
     assert host.status().failed_total == failed
     assert host.metric("belayer_torn_links_total") == 0
     answer = httpx.post(
-        f"{host.url}/v1/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 3}, timeout=30
+        f"{host.url}/v1/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 3}, timeout=300
     )
     assert answer.json()["usage"]["completion_tokens"] == 3
 
@@ -122,10 +123,11 @@ def test_a_mistake_is_a_4xx_counted_apart(host: RouterHost, name: str) -> None:
     path, content, status = BAD[name]
     line = f'belayer_client_mistakes_total{{status="{status}"}}'
     before = host.metric(line)
-    answer = httpx.post(f"{host.url}{path}", content=content, headers=JSON, timeout=30)
+    answer = httpx.post(f"{host.url}{path}", content=content, headers=JSON, timeout=300)
     assert answer.status_code == status, answer.text
     said = answer.json()
     assert said["error"]["message"] if "error" in said else said["detail"]
+    eventually(lambda: host.metric(line) >= before + 1, what="it is counted")
     assert host.metric(line) == before + 1
 
 
@@ -138,9 +140,9 @@ def test_a_body_above_the_bound_is_refused_without_being_kept(host: RouterHost) 
             yield b" " * (1 << 20)
 
     for content in (b" " * (100 << 20), in_pieces()):
-        answer = httpx.post(f"{host.url}/v1/completions", content=content, headers=JSON, timeout=60)
+        answer = httpx.post(f"{host.url}/v1/completions", content=content, headers=JSON, timeout=300)
         said = answer.status_code, answer.json()["error"]["type"]
-        # Read until it is too much: on a machine under load the second in which a body must come may be over before.
+        # Read until it is too much: on a machine under load the time in which a body must come may be over before.
         late = {(408, "body_too_slow")} if isinstance(content, Iterator) else set()
         assert said in {(413, "body_too_large"), *late}
     assert memory(host) < before + (32 << 20)
@@ -158,17 +160,18 @@ def test_a_head_that_never_ends_loses_its_connection(host: RouterHost, start: by
     slow = [socket.create_connection(("127.0.0.1", host.port)) for _ in range(40)]
     for sock in slow:
         sock.sendall(start)
-    assert httpx.get(f"{host.url}/health").status_code == 200
+    assert httpx.get(f"{host.url}/health", timeout=120).status_code == 200
     for sock in slow:
-        sock.settimeout(15)
+        sock.settimeout(120.0)
         assert sock.recv(100) == b""
         sock.close()
-    assert host.metric('belayer_requests_declined_total{reason="head_too_slow"}') >= 40
+    line = 'belayer_requests_declined_total{reason="head_too_slow"}'
+    eventually(lambda: host.metric(line) >= 40, what="all are counted")
 
 
 def test_a_body_that_never_ends_is_a_408(host: RouterHost) -> None:
     with socket.create_connection(("127.0.0.1", host.port)) as sock:
-        sock.settimeout(15)
+        sock.settimeout(120.0)
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
         assert sock.recv(20).startswith(b"HTTP/1.1 408")
 
@@ -178,7 +181,7 @@ def test_a_body_that_never_ends_is_a_408(host: RouterHost) -> None:
 )
 def test_what_is_not_http_is_refused(host: RouterHost, noise: bytes) -> None:
     with socket.create_connection(("127.0.0.1", host.port)) as sock:
-        sock.settimeout(15)
+        sock.settimeout(120.0)
         try:
             sock.sendall(noise)
             said = sock.recv(100)
@@ -208,10 +211,10 @@ def test_above_the_bound_a_request_is_sent_away_with_a_time_to_come_back(host: R
     for stream in streams:
         stream.start()
     eventually(lambda: host.status().running == LIVE, what="the house is full")
-    answer = httpx.post(f"{host.url}/v1/chat/completions", content=b"{}", headers=JSON, timeout=30)
+    answer = httpx.post(f"{host.url}/v1/chat/completions", content=b"{}", headers=JSON, timeout=300)
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     assert answer.json()["error"]["type"] == "too_many_requests"
-    assert httpx.get(f"{host.url}/v1/models").status_code == 200
+    assert httpx.get(f"{host.url}/v1/models", timeout=120).status_code == 200
     assert host.metric('belayer_requests_declined_total{reason="too_many_requests"}') == 1
     client = openai.OpenAI(base_url=f"{host.url}/v1", api_key="none", max_retries=8)
     fake.release()
@@ -222,7 +225,7 @@ def test_above_the_bound_a_request_is_sent_away_with_a_time_to_come_back(host: R
 
 def test_unknown_fields_pass(host: RouterHost) -> None:
     answer = httpx.post(
-        f"{host.url}/v1/completions", content=body(max_tokens=3, something_new={"a": 1}), headers=JSON, timeout=30
+        f"{host.url}/v1/completions", content=body(max_tokens=3, something_new={"a": 1}), headers=JSON, timeout=300
     )
     assert answer.status_code == 200
 

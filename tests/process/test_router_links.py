@@ -17,7 +17,7 @@ from belayer.messages.common import Ping, Pong
 from belayer.paths import Paths
 from belayer.rpc import call_sync
 from tests.support.router_host import FakeWorker, RouterHost
-from tests.support.streams import Seen, Stream, completion
+from tests.support.streams import Seen, Stream, chat, completion
 from tests.support.wait import eventually
 
 TOKENS = 30
@@ -27,7 +27,7 @@ TOKENS = 30
 def router() -> Iterator[RouterHost]:
     with tempfile.TemporaryDirectory(prefix="bl-") as root:
         host = RouterHost.start(
-            Path(root), ["s0", "s1"], "request_deadline_s = 10.0\nsilence_s = 6.0\nlink_silence_s = 2.0", urls=True
+            Path(root), ["s0", "s1"], "request_deadline_s = 30.0\nsilence_s = 15.0\nlink_silence_s = 4.0", urls=True
         )
         try:
             yield host
@@ -71,7 +71,7 @@ class Thief:
         self._socket.send_multipart(list(frames))
 
     def hear(self) -> list[bytes]:
-        assert self._socket.poll(5000), "the place is taken"
+        assert self._socket.poll(60_000), "the place is taken"
         return self._socket.recv_multipart()
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ def test_garbage_on_a_workers_socket_harms_nobody(host: RouterHost, frames: list
         sock.connect(fake.endpoint)
         sock.send_multipart(frames)
         sock.send_multipart([b"hello"])
-        assert sock.poll(5000), "it still answers"
+        assert sock.poll(60_000), "it still answers"
     stranger.term()
     fake.release()
     assert stream.result().finishes == ["length"]
@@ -168,12 +168,28 @@ def test_without_another_slot_the_silence_is_a_typed_error(host: RouterHost) -> 
     assert (seen.finishes, seen.done) == ([], 1)
 
 
+def test_no_worker_for_too_long_is_a_typed_error(host: RouterHost) -> None:
+    before = host.status().failed_total
+    streamed = Stream(host.url, "/v1/chat/completions", chat(5))
+    streamed.start()
+    whole = httpx.post(
+        f"{host.url}/v1/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 5}, timeout=300
+    )
+    assert whole.status_code == 503
+    assert whole.json()["error"]["type"] == "no_healthy_slot"
+    seen = streamed.result()
+    assert [error["code"] for error in seen.errors] == [503]
+    assert "no_healthy_slot" in seen.errors[0]["message"]
+    assert not seen.finishes
+    assert host.status().failed_total == before + 2
+
+
 def test_a_client_that_leaves_inside_a_handover_is_given_to_nobody(host: RouterHost) -> None:
     """It leaves after the death was told and before the next worker comes; another client stays."""
     first = host.worker("s0", "--hold-at", "4")
     told = len(host.told())
     stays = begun(host, 4)
-    with httpx.stream("POST", f"{host.url}/v1/completions", json=completion(TOKENS), timeout=30):
+    with httpx.stream("POST", f"{host.url}/v1/completions", json=completion(TOKENS), timeout=300):
         # Told by the engine itself: the router counts a request as running when it is sent.
         eventually(lambda: len(host.told()[told:]) == 2, what="both are on board")
         first.kill()
@@ -188,7 +204,7 @@ def test_a_client_that_leaves_inside_a_handover_is_given_to_nobody(host: RouterH
 def test_a_client_that_leaves_right_after_the_handover_frees_the_new_engine(host: RouterHost) -> None:
     first = host.worker("s0", "--hold-at", "4")
     told = len(host.told())
-    with httpx.stream("POST", f"{host.url}/v1/completions", json=completion(TOKENS), timeout=30):
+    with httpx.stream("POST", f"{host.url}/v1/completions", json=completion(TOKENS), timeout=300):
         eventually(lambda: first.running() == 1, what="it is on board")
         first.kill()
         host.unregister(first)
@@ -212,17 +228,17 @@ def test_the_url_of_a_slot_looks_like_that_engine_alone(host: RouterHost) -> Non
     assert host.slot("s1").running == 0
     one.kill()
     host.unregister(one)
-    assert httpx.get(f"{first}/health").status_code == 503
-    assert httpx.get(f"{second}/health").status_code == 200
-    assert httpx.get(f"{host.url}/health").status_code == 200
+    assert httpx.get(f"{first}/health", timeout=120).status_code == 503
+    assert httpx.get(f"{second}/health", timeout=120).status_code == 200
+    assert httpx.get(f"{host.url}/health", timeout=120).status_code == 200
     late = Stream(first, "/v1/completions", completion(TOKENS))
     late.start()
     eventually(lambda: host.status().waiting == 5, what="they wait for their slot")
     again = host.worker("s0")
     for stream in (*streams, late):
         assert stream.result().finishes == ["length"]
-    assert httpx.post(f"{second}/pause?mode=keep").status_code == 200
-    assert httpx.get(f"{second}/is_paused").json() == {"is_paused": True}
-    assert httpx.get(f"{first}/is_paused").json() == {"is_paused": False}
-    assert httpx.post(f"{second}/resume").status_code == 200
+    assert httpx.post(f"{second}/pause?mode=keep", timeout=120).status_code == 200
+    assert httpx.get(f"{second}/is_paused", timeout=120).json() == {"is_paused": True}
+    assert httpx.get(f"{first}/is_paused", timeout=120).json() == {"is_paused": False}
+    assert httpx.post(f"{second}/resume", timeout=120).status_code == 200
     assert again.running() == 0

@@ -118,7 +118,7 @@ def play(story: Any, sink: Heard, limits: Limits | None = None) -> None:
         with tempfile.TemporaryDirectory(prefix="bl-") as folder:
             one = Scene(Path(folder), sink, limits or Limits())
             try:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(120):
                     await story(one)
             finally:
                 one.close()
