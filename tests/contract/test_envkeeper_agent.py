@@ -193,7 +193,9 @@ def test_an_action_of_another_user_leaves_no_process(shared: Sandbox) -> None:
     shared.exec("true", session="left", user="games")
     assert shared.exec(["pgrep", "-c", "-u", "games"]).stdout == "1\n"  # its shell
     shared.exec("exit 0", session="left", user="games")
-    assert shared.exec(["pgrep", "-c", "-u", "games"]).stdout == "0\n"
+    gone = "until [ $(pgrep -c -u games) = 0 ]; do :; done"
+    assert shared.exec(gone, session="look", timeout_s=60).exit_code == 0
+    shared.exec("exit 0", session="look")
 
 
 # ---- the end of an action ----
@@ -219,14 +221,15 @@ def test_a_timeout_takes_everything_that_it_started(box: Sandbox, how: str, user
     assert (seen.timed_out, seen.exit_code, seen.session_ended) == (True, 124, True)
     assert box.exec("pgrep -a 'sleep|python3' | grep ' 7'").stdout == ""
     check = "rm -f /tmp/beat; kill -0 $(cat /service) && until [ -e /tmp/beat ]; do sleep 0.01; done; echo serves"
-    assert box.exec(check, timeout_s=20).stdout == "serves\n"
+    assert box.exec(check, timeout_s=60).stdout == "serves\n"
     assert box.exec("id -u", session="k", user=user).exit_code == 0
 
 
 def test_a_fork_bomb_ends_with_its_action(box: Sandbox) -> None:
     seen = box.exec("f() { f | f; }; f; sleep 60", timeout_s=2)
     assert seen.timed_out
-    assert box.exec("pgrep -c .").stdout.strip() in ("2", "3")  # agent, perhaps a shell, pgrep
+    few = "until [ $(pgrep -c .) -le 3 ]; do :; done"  # agent, shell: once the last orphan is reaped
+    assert box.exec(few, timeout_s=60).exit_code == 0
     assert box.exec("echo usable").stdout == "usable\n"
 
 
@@ -235,7 +238,7 @@ def test_memory_that_runs_out_costs_the_action_and_not_the_sandbox(host: EnvHost
     try:
         assert box.exec("python3 -c 'x = bytearray(200 << 20)'").exit_code == 137
         many = "import os\nfor _ in range(4): os.fork()\nx = bytearray(8 << 20)\nx[::4096] = b'x' * 2048\nos.wait()"
-        seen = box.exec(f'python3 -c "{many}"', timeout_s=5)
+        seen = box.exec(f'python3 -c "{many}"', timeout_s=60)
         assert seen.usage.sandbox_peak_bytes in (0, 64 << 20)  # the limit was reached, where the kernel tells
         assert box.exec("echo on").stdout == "on\n"
     finally:
@@ -245,7 +248,7 @@ def test_memory_that_runs_out_costs_the_action_and_not_the_sandbox(host: EnvHost
 def test_a_direct_program_that_hangs_is_killed_with_its_children(box: Sandbox) -> None:
     seen = box.exec(["sh", "-c", "setsid sleep 71 & sleep 70"], timeout_s=0.5)
     assert (seen.exit_code, seen.timed_out, seen.session_ended) == (124, True, False)
-    assert box.exec("pgrep -c sleep").stdout == "0\n"
+    assert box.exec("until [ $(pgrep -c sleep) = 0 ]; do :; done", timeout_s=60).exit_code == 0
 
 
 def test_growth_beyond_the_disk_limit_ends_the_action_by_name(host: EnvHost) -> None:
@@ -271,7 +274,7 @@ def test_sessions_and_services_come_back(box: Sandbox) -> None:
         assert box.exec('echo "$Y $PWD"', session="b").stdout == "2 /usr\n", generation
     # Marks are as exact after a restore: what the restored service is, a timeout does not take.
     assert box.exec("setsid sleep 71 & sleep 70", session="a", timeout_s=0.4).timed_out
-    assert box.exec("kill -0 $(cat /pid) && pgrep -c sleep").stdout == "1\n"
+    assert box.exec("kill -0 $(cat /pid) && until [ $(pgrep -c sleep) = 1 ]; do :; done", timeout_s=60).exit_code == 0
 
 
 def test_the_shell_of_another_user_comes_back_or_is_refused_by_name(box: Sandbox) -> None:

@@ -36,7 +36,7 @@ def box(host: EnvHost) -> Iterator[Sandbox]:
 
 def put(host: EnvHost, box: Sandbox, *files: FileIn) -> FilesWritten:
     ask = WriteFiles(sandbox_id=box.sandbox_id, incarnation=box.incarnation, boundary=box.boundary, files=files)
-    done = call_sync(host.paths.envkeeper_sock, ask, FilesWritten, 30)
+    done = call_sync(host.paths.envkeeper_sock, ask, FilesWritten, 120)
     box.boundary = done.boundary
     return done
 
@@ -100,7 +100,7 @@ def test_a_stale_upload_is_fenced(host: EnvHost, box: Sandbox) -> None:
         files=(FileIn(path="/stale", data=b"x"),),
     )  # fmt: skip
     with pytest.raises(Fenced):
-        call_sync(host.paths.envkeeper_sock, ask, FilesWritten, 30)
+        call_sync(host.paths.envkeeper_sock, ask, FilesWritten, 120)
     assert box.exec("ls /stale").exit_code == 2
 
 
@@ -175,8 +175,8 @@ def test_a_call_beside_another_one_is_refused_by_name_and_disturbs_nothing(host:
     box.checkpoint()
     second = Sandbox.attach(box.sandbox_id, paths=host.paths)
     with ThreadPoolExecutor() as pool:
-        slow = pool.submit(box.exec, "sleep 600")
-        eventually(lambda: host.info(box.sandbox_id).state == "acting")
+        slow = pool.submit(box.exec, "touch /begun; sleep 600")
+        eventually(Path(f"/proc/{host.info(box.sandbox_id).pid}/root/begun").exists, what="the slow one runs")
         for call in (box.kill, box.checkpoint, box.close, lambda: box.download("/etc", tmp_path / "never")):
             with pytest.raises(Refused, match="inside a call of another thread"):
                 call()
@@ -213,5 +213,5 @@ def test_a_sandbox_cannot_name_a_place_outside_of_the_target(tmp_path: Path) -> 
 
 def test_reading_changes_nothing(host: EnvHost, box: Sandbox) -> None:
     ask = ReadPath(sandbox_id=box.sandbox_id, incarnation=box.incarnation, path="/etc/passwd", offset=2, most=3)
-    seen = call_sync(host.paths.envkeeper_sock, ask, PathContent, 10)
+    seen = call_sync(host.paths.envkeeper_sock, ask, PathContent, 120)
     assert (seen.data, host.info(box.sandbox_id).boundary) == (b"ot:", box.boundary)

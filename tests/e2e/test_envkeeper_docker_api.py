@@ -32,7 +32,7 @@ from tests.support.wait import eventually
 pytestmark = pytest.mark.docker
 
 BINARY = "/opt/belayer/criu/usr/sbin/criu"
-CONFIG = 'engine_path = "docker_api"\ncheckpoint_timeout_s = 20\n'
+CONFIG = 'engine_path = "docker_api"\ncheckpoint_timeout_s = 60\n'
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,8 @@ def test_what_the_paper_way_loses_comes_back_too(host: EnvHost, docker: PrivateD
     box.restore()
     counts(box)
     assert box.exec("flock -n /lock true").exit_code == 1
-    assert list((docker.root / "tmp").glob("ctrd-checkpoint*")) == []
+    leaked = docker.root / "tmp"
+    eventually(lambda: not list(leaked.glob("ctrd-checkpoint*")), what="what the engine leaked is swept")
 
 
 def test_a_hung_docker_dump_is_ended_and_the_sandbox_goes_on(
@@ -94,13 +95,13 @@ def test_a_hung_docker_dump_is_ended_and_the_sandbox_goes_on(
         f'#!/bin/sh\n[ "$1" = swrk ] && [ -e {hang} ] && {{ echo $$ >{said}; kill -STOP $$; }}\nexec {BINARY} "$@"\n'
     )
     criu.chmod(0o755)
-    host = EnvHost.start(tmp_path, f'{CONFIG.replace("= 20", "= 5")}criu = "{criu}"\n', docker.url)
+    host = EnvHost.start(tmp_path, f'{CONFIG.replace("= 60", "= 15")}criu = "{criu}"\n', docker.url)
     try:
         box = host.create()
         box.exec("X=41; (i=0; while :; do i=$((i+1)); echo $i >>/n; sleep 0.01; done) &")
         box.checkpoint()
         hang.touch()
-        with pytest.raises((CheckpointIncomplete, SandboxLost), match="was not over after 5 s") as told:
+        with pytest.raises((CheckpointIncomplete, SandboxLost), match="was not over after 15 s") as told:
             box.checkpoint()
         eventually(lambda: not lives(int(said.read_text())), what="it was stopped, and is gone")
         hang.unlink()
@@ -150,7 +151,7 @@ def test_without_experimental_mode_it_is_refused_by_name(tmp_path_factory: pytes
                 env={**os.environ, "BELAYER_ROOT": str(tmp_path)},
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=300,
                 check=False,
             )
         finally:
@@ -179,7 +180,7 @@ def test_docker_fails_at_each_request_of_a_checkpoint(docker: PrivateDocker, wro
                     failed = why.code
                 hit = proxy.hit
                 proxy.clear()
-                assert host.answers()
+                host.wait_ready()
                 assert failed is not ErrorCode.BROKEN
                 if failed is ErrorCode.SANDBOX_LOST:
                     box.restore()
