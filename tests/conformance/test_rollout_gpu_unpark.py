@@ -107,7 +107,7 @@ class Running:
 
     def end(self) -> None:
         self.call(w.Retire(generation=self.standing.generation))
-        self._thread.join(30)
+        self._thread.join(120)
         assert not self._thread.is_alive()
 
 

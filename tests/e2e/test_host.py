@@ -14,6 +14,7 @@ import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from belayer import procs, statefile
+from belayer.errors import Refused
 from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
-from belayer.messages.control import HostStatusReply, SlotView
+from belayer.messages.control import Handover, HostStatusReply, IncidentReply, SlotView
 from belayer.messages.owner import OwnerStatusReply
+from belayer.rpc import call_sync
 from belayerd.pair import Pair
 from tests.support.streams import Seen, Stream, chat, completion, tokens_in
-from tests.support.wait import eventually
+from tests.support.wait import eventually, remove_tree
 
 pytestmark = pytest.mark.engine
 
@@ -52,7 +55,7 @@ def host() -> Iterator[LocalHost]:
     finally:
         host.stop()
         shutil.copytree(host.paths.state / "log", LOGS, dirs_exist_ok=True)
-        shutil.rmtree(root)
+        remove_tree(root)
 
 
 def ctl(host: LocalHost, *words: str) -> tuple[int, Any, str]:
@@ -99,6 +102,11 @@ def busy_slots(host: LocalHost) -> list[str]:
     return [row.slot for row in host.status().slots if any(w.role == "main" and w.running for w in row.workers)]
 
 
+def busy_slot(host: LocalHost) -> str:
+    """One that runs something by its worker's own beat, which comes a moment after the tokens."""
+    return eventually(lambda: busy_slots(host), what="a main runs something")[0]
+
+
 def under_way(streams: dict[str, Stream]) -> bool:
     assert all(stream.is_alive() for stream in streams.values()), "a stream ended before the fault"
     return all(len(stream.seen.token_ids) >= 8 for stream in streams.values())
@@ -110,7 +118,7 @@ def test_every_stream_outlives_every_main(host: LocalHost, truth: dict[str, Any]
     happened (R2, R3); the dead tree is really dead (R1); the slots are protected again."""
     before = host.until_protected()
     streams = {name: start(host, name) for name in BODIES}
-    eventually(lambda: under_way(streams), within=60, what="tokens on every stream")
+    eventually(lambda: under_way(streams), what="tokens on every stream")
     for name in busy_slots(host):
         pid = main_pid(host, name)
         code, proof, said = ctl(host, "inject", f"{kind}-worker", name)
@@ -135,7 +143,7 @@ def test_every_stream_outlives_every_main(host: LocalHost, truth: dict[str, Any]
 def test_a_planned_handover_is_asked_for_and_told(host: LocalHost, truth: dict[str, Any]) -> None:
     before = slot(host.until_protected(), "slot0")
     stream = start(host, "chat")
-    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
+    eventually(lambda: under_way({"chat": stream}), what="tokens")
     code, incident, said = ctl(host, "handover", "slot0")
     assert code == 0, said
     assert incident["cause"] == "operator"
@@ -160,11 +168,10 @@ def test_refusals_are_named(host: LocalHost) -> None:
 def test_a_handover_without_a_ready_shadow_is_refused(host: LocalHost) -> None:
     """Refused by name, and refused only: the main, the slot and belayerd go on."""
     before = host.until_protected()
-    assert ctl(host, "inject", "kill-worker", "slot0", "--shadow")[0] == 0
-    host.until("re-arming", lambda s: not slot(s, "slot0").protected, 30.0)
-    code, said, err = ctl(host, "handover", "slot0")
-    assert (code, said["error"]) == (1, "refused")
-    assert "slot slot0 is rearming" in err
+    os.kill(pids(before, "slot0")[1], signal.SIGKILL)
+    host.until("re-arming", lambda s: not slot(s, "slot0").protected, 120.0)
+    with pytest.raises(Refused, match="slot slot0 is rearming"):  # asked from here: a belayerctl comes seconds later
+        call_sync(host.paths.belayerd_sock, Handover(slot="slot0"), IncidentReply, 120.0)
     after = host.until_protected()
     assert after.instance == before.instance
     assert main_pid_of(after, "slot0") == main_pid_of(before, "slot0")
@@ -179,7 +186,7 @@ def test_owners_are_killed_and_no_stream_no_worker_and_no_slot_notices(host: Loc
     reclaim and rejoin by themselves, no shadow is made anew, and a handover works (O1)."""
     before = host.until_protected()
     stream = start(host, "chat")
-    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
+    eventually(lambda: under_way({"chat": stream}), what="tokens")
     for kind in ("kv", "weights"):
         host.kill9(f"gpuowner@{kind}")
         host.spawn(f"gpuowner@{kind}")
@@ -189,7 +196,8 @@ def test_owners_are_killed_and_no_stream_no_worker_and_no_slot_notices(host: Loc
         kv, weights = owner(status, "kv"), owner(status, "weights")
         if kv is None or weights is None or kv.pid != host.pid("gpuowner@kv"):
             return False
-        return all(row.connected for row in kv.arenas) and len(weights.weights[0].readers) == 4
+        known = all(row.connected for row in kv.arenas) and len(weights.weights[0].readers) == 4
+        return known and all(row.protected for row in status.slots)
 
     after = host.until("owners that know every worker again", back, 120.0)
     for kind in ("kv", "weights"):
@@ -216,12 +224,12 @@ def test_a_main_that_dies_while_its_owners_are_away_is_handed_over_when_they_are
     """Two faults at once: the handover waits for the owners instead of giving the slot up."""
     before = host.until_protected()
     stream = start(host, "chat")
-    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
-    name = busy_slots(host)[0]
+    eventually(lambda: under_way({"chat": stream}), what="tokens")
+    name = busy_slot(host)
     for kind in ("kv", "weights"):
         host.kill9(f"gpuowner@{kind}")
     os.kill(main_pid(host, name), signal.SIGKILL)
-    host.until("the handover begins", lambda s: slot(s, name).state == "handover", 30.0)
+    host.until("the handover begins", lambda s: slot(s, name).state == "handover", 120.0)
     for kind in ("kv", "weights"):
         host.spawn(f"gpuowner@{kind}")
     assert facts(stream.result(120)) == truth["chat"]
@@ -239,7 +247,7 @@ def test_kv_owner_and_its_holder_are_killed_and_arenas_are_made_anew(host: Local
     kv = owner(before, "kv")
     assert kv is not None
     stream = start(host, "chat")
-    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
+    eventually(lambda: under_way({"chat": stream}), what="tokens")
     host.kill9("gpuowner@kv")
     os.kill(int(kv.store.removeprefix("holder pid ")), signal.SIGKILL)
     host.spawn("gpuowner@kv")
@@ -284,7 +292,7 @@ def test_what_a_shadow_costs_is_measured_and_shown(host: LocalHost) -> None:
         return len(rows) == 4 and all(row.private_mb for row in rows)
 
     host.until_protected()
-    host.until("footprints of every worker", weighed, 60.0)
+    host.until("footprints of every worker", weighed, 120.0)
     code, shown, said = ctl(host, "owners")
     assert code == 0, said
     weights = next(row for row in shown["memory"] if row["kind"] == "weights")
@@ -299,14 +307,14 @@ def test_what_a_shadow_costs_is_measured_and_shown(host: LocalHost) -> None:
     told: dict[tuple[str, ...], float] = {}
 
     def shown_by_router() -> bool:  # from a file that belayerd writes now and then; a re-armed shadow is looked at anew
-        with urllib.request.urlopen(f"{host.status().router_url}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{host.status().router_url}/metrics", timeout=300) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         samples = [sample for family in families for sample in family.samples]
         told.clear()
         told.update({(sample.name, *sorted(sample.labels.values())): sample.value for sample in samples})
         return own in told
 
-    eventually(shown_by_router, within=60.0, what="the footprint of the shadow on /metrics", every=0.2)
+    eventually(shown_by_router, what="the footprint of the shadow on /metrics", every=0.2)
     assert told["belayer_memory_bytes", "0", "smollm2", "weights"] == weights["nbytes"]
     assert told["belayer_worker_looked_at", "shadow", "slot0"] == 1.0
     assert 0 < told[own] < weights["nbytes"]
@@ -318,7 +326,7 @@ def test_belayerd_is_killed_and_re_adopts(host: LocalHost, truth: dict[str, Any]
     processes, and a worker that died meanwhile is handed over (O1)."""
     before = host.until_protected()
     stream = start(host, "chat")
-    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
+    eventually(lambda: under_way({"chat": stream}), what="tokens")
     host.kill9("belayerd")
     code, last, said = ctl(host, "status")
     assert code == 3
@@ -329,10 +337,12 @@ def test_belayerd_is_killed_and_re_adopts(host: LocalHost, truth: dict[str, Any]
     os.kill(victim, signal.SIGKILL)
     eventually(lambda: not procs.lives(victim), what="the main of slot1 is dead")
     host.spawn("belayerd")
+    due = slot(before, "slot1").generation + 1  # what it has on file is protected: for a moment it says so
+    host.until("the next main of slot1", lambda s: slot(s, "slot1").generation == due, 300.0)
     after = host.until_protected()
     assert pids(after, "slot0") == pids(before, "slot0"), "the workers of slot0 were not touched"
     assert slot(after, "slot0").generation == slot(before, "slot0").generation
-    assert slot(after, "slot1").generation == slot(before, "slot1").generation + 1
+    assert slot(after, "slot1").generation == due
     assert facts(start(host, "completion").result()) == truth["completion"]
 
 
@@ -340,24 +350,35 @@ def test_belayerd_is_killed_and_re_adopts(host: LocalHost, truth: dict[str, Any]
 def test_belayerd_is_killed_inside_a_handover(host: LocalHost, truth: dict[str, Any], done: int) -> None:
     """Killed when ``done`` actions of the handover are on file: the next belayerd finishes it, with one main, and the
     stream ends as if nothing had happened (O1)."""
-    before = host.until_protected()
-    stream = Stream(before.router_url, *BODIES["chat"])
-    stream.start()
-    eventually(lambda: under_way({"chat": stream}), within=60, what="tokens")
-    name = busy_slots(host)[0]
-    os.kill(main_pid(host, name), signal.SIGKILL)
-
-    def far_enough() -> bool:
-        saved = statefile.load(host.paths.slot_state(name), Pair)
-        return saved.running is not None and saved.running.done >= done
-
-    eventually(far_enough, within=30, what=f"{done} actions done", every=0.0005)
+    for _ in range(5):  # on a crowded machine a whole handover may lie between two looks
+        before = host.until_protected()
+        stream = start(host, "chat")
+        eventually(partial(under_way, {"chat": stream}), what="tokens")
+        name = busy_slot(host)
+        os.kill(main_pid(host, name), signal.SIGKILL)
+        if caught(host, name, slot(before, name).generation, done):
+            break
+        assert facts(stream.result()) == truth["chat"]
+    else:
+        raise AssertionError("five handovers went by unseen")
     host.kill9("belayerd")
     host.spawn("belayerd")
     after = host.until_protected()
     assert slot(after, name).generation == slot(before, name).generation + 1
     assert pids(after, name)[0] == pids(before, name)[1], "the shadow of before is the main now"
     assert facts(stream.result(120)) == truth["chat"]
+
+
+def caught(host: LocalHost, name: str, generation: int, done: int) -> bool:
+    """Wait until ``done`` actions are on file; False when the handover was over by then."""
+
+    def seen() -> str:
+        saved = statefile.load(host.paths.slot_state(name), Pair)
+        if saved.running is not None and saved.running.done >= done:
+            return "under way"
+        return "over" if saved.generation > generation else ""
+
+    return eventually(seen, what=f"{done} actions done", every=0.0005) == "under way"
 
 
 def main_pid_of(status: HostStatusReply, name: str) -> int:
@@ -375,14 +396,15 @@ def test_a_zygote_that_does_not_answer_ends_nothing(host: LocalHost, truth: dict
     eventually(lambda: procs.state(zygote) == "T", what="the zygote is stopped")
     try:
         host.kill9("belayerd")
-        child = host.spawn("belayerd")
         log = host.paths.log("belayerd")
-        eventually(lambda: "zygote does not answer" in log.read_text(), within=60, what="belayerd notices")
+        said = log.stat().st_size
+        child = host.spawn("belayerd")
+        eventually(lambda: "zygote does not answer" in log.read_text()[said:], what="belayerd notices")
         assert facts(start(host, "chat").result()) == truth["chat"]
         assert child.poll() is None, "belayerd lives"
     finally:
         os.kill(zygote, signal.SIGCONT)
-    host.until("the zygote again", lambda s: s.zygote == f"pid {zygote}", 60.0)
+    host.until("the zygote again", lambda s: s.zygote == f"pid {zygote}", 120.0)
 
 
 def test_router_is_killed_and_told_again_who_serves(host: LocalHost, truth: dict[str, Any]) -> None:
@@ -395,7 +417,7 @@ def test_router_is_killed_and_told_again_who_serves(host: LocalHost, truth: dict
         rows = shown["router"]["slots"] if code == 0 and shown["router"] else []
         return (bool(rows) and all(row["registered"] for row in rows)) or None
 
-    host.wait("a router that knows both slots", registered, 120.0)
+    host.wait("a router that knows both slots", registered, 300.0)
     assert pids(host.status(), "slot0") == pids(before, "slot0")
     assert facts(start(host, "chat").result()) == truth["chat"]
 
@@ -414,11 +436,11 @@ def test_second_failure_in_the_window_quarantines_and_requests_move(host: LocalH
     """R7: the slot is excluded, its requests end on the other one, an operator brings it back."""
     before = slot(host.until_protected(), "slot1").generation
     streams = {name: start(host, name) for name in BODIES}
-    eventually(lambda: under_way(streams), within=60, what="tokens on every stream")
-    assert ctl(host, "inject", "kill-worker", "slot1")[0] == 0
-    host.until("the next generation", lambda s: slot(s, "slot1").generation > before, 60.0)
+    eventually(lambda: under_way(streams), what="tokens on every stream")
+    os.kill(main_pid(host, "slot1"), signal.SIGKILL)  # by hand: a belayerctl ends when the window may be over
+    host.until("the next generation", lambda s: slot(s, "slot1").generation > before, 120.0)
     os.kill(main_pid(host, "slot1"), signal.SIGKILL)
-    ended = host.until("quarantine", lambda s: slot(s, "slot1").state == "quarantined", 60.0)
+    ended = host.until("quarantine", lambda s: slot(s, "slot1").state == "quarantined", 120.0)
     assert "second failure" in slot(ended, "slot1").reason
     assert slot(ended, "slot1").workers == ()
     assert {name: facts(stream.result(120)) for name, stream in streams.items()} == truth
@@ -437,7 +459,8 @@ def test_a_host_that_was_stopped_comes_back_by_itself(host: LocalHost, truth: di
     assert procs.is_dead(main), "its main has ended"
     os.close(main)
     host.start(ROLLOUT)
-    assert slot(host.until_protected(), "slot0").generation > before
+    host.until("another generation", lambda s: slot(s, "slot0").generation > before, 300.0)
+    host.until_protected()
     since = log.read_text()[said:]
     assert "zygote ready" in since
     assert "SpawnFailed" not in since
@@ -453,4 +476,4 @@ def test_nothing_of_dead_workers_is_left(host: LocalHost) -> None:
         names = {path.name.split(".")[0] for path in (host.paths.run / "w").iterdir()}
         return (names | {path.name for path in (host.paths.run / "hb").iterdir()}) - alive
 
-    eventually(lambda: not left(), within=10, what=f"nothing left of dead workers: {left()}")
+    eventually(lambda: not left(), what=f"nothing left of dead workers: {left()}")

@@ -161,7 +161,7 @@ def test_what_thinks_goes_on_through_a_killed_worker(host: RouterStack) -> None:
         assert ENOUGH in truth.token_ids, name
     shadow = host.stack.spawn()
     streams = start()
-    eventually(lambda: all(len(one.seen.token_ids) >= 5 for one in streams.values()), within=60, what="all have begun")
+    eventually(lambda: all(len(one.seen.token_ids) >= 5 for one in streams.values()), what="all have begun")
     host.lose(host.last)
     assert host.status().waiting >= 1
     host.promote(shadow)
@@ -180,4 +180,4 @@ def thoughts(seen: Any) -> str:
 @pytest.mark.parametrize("budget", [-2, "much", 1.5])
 def test_a_budget_that_is_none_is_refused_by_vllm(host: RouterStack, budget: Any) -> None:
     body = {"model": "smollm2", "prompt": "x", "max_tokens": 3, "thinking_token_budget": budget}
-    assert httpx.post(f"{host.url}/v1/completions", json=body, timeout=60).status_code == 400
+    assert httpx.post(f"{host.url}/v1/completions", json=body, timeout=300).status_code == 400

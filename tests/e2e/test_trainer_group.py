@@ -18,7 +18,7 @@ from benchmarks import tiny
 from tests.e2e.test_host import ctl, main_pid, slot
 from tests.e2e.test_weight_updates import CACHE, MODEL, SMOL, all_follow, publish, tokens, weights
 from tests.support.trainer_group import Process
-from tests.support.wait import eventually
+from tests.support.wait import eventually, remove_tree
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +37,7 @@ def host() -> Iterator[LocalHost]:
     finally:
         host.stop()
         shutil.copytree(host.paths.state / "log", CACHE / "logs/test_trainer_group", dirs_exist_ok=True)
-        shutil.rmtree(root)
+        remove_tree(root)
 
 
 class Group:

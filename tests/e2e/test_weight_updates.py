@@ -27,7 +27,7 @@ from gpuowner.publish import publishing
 from gpuowner.update import begin_update
 from tests.e2e.test_host import ctl, main_pid, pids, slot
 from tests.support.streams import Seen, Stream, completion
-from tests.support.wait import eventually
+from tests.support.wait import eventually, remove_tree
 
 pytestmark = pytest.mark.engine
 
@@ -53,7 +53,7 @@ def hosting(update: str) -> Iterator[LocalHost]:
     finally:
         host.stop()
         shutil.copytree(host.paths.state / "log", CACHE / f"logs/test_weight_updates_{update}", dirs_exist_ok=True)
-        shutil.rmtree(root)
+        remove_tree(root)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def versions(seen: Seen) -> set[str]:
 def long_stream(host: LocalHost) -> Stream:
     stream = Stream(host.status().router_url, "/v1/completions", LONG)
     stream.start()
-    eventually(lambda: len(stream.seen.token_ids) >= 8, within=60, what="tokens")
+    eventually(lambda: len(stream.seen.token_ids) >= 8, what="tokens")
     return stream
 
 
@@ -107,7 +107,7 @@ def all_follow(host: LocalHost, version: int) -> HostStatusReply:
         followed = len(mine) == 2 and all(reading.get(pid) == version for pid in mine)
         return served and followed and "paused" not in phases and slot(status, "slot0").protected
 
-    return host.until(f"all at v{version}", fact, 120.0)
+    return host.until(f"all at v{version}", fact, 300.0)
 
 
 def publish(host: LocalHost, folder: Path, mode: str = "") -> int:
@@ -129,7 +129,7 @@ def paused(host: LocalHost) -> None:
     def fact(status: HostStatusReply) -> bool:
         return [w.phase for w in slot(status, "slot0").workers if w.role == "main"] == ["paused"]
 
-    host.until("a paused main", fact, 30.0)
+    host.until("a paused main", fact, 120.0)
 
 
 def test_a_stream_goes_on_over_an_update_and_back(host: LocalHost) -> None:
@@ -200,11 +200,12 @@ def test_a_trainer_that_dies_leaves_no_pause_behind(host: LocalHost) -> None:
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     env = {**os.environ, "BELAYER_ROOT": str(host.root), "PYTHONPATH": str(Path(__file__).parents[2])}
-    died = subprocess.run([sys.executable, "-c", script], env=env, timeout=120, check=False)
+    died = subprocess.run([sys.executable, "-c", script], env=env, timeout=300, check=False)
     assert died.returncode == -signal.SIGKILL
     all_follow(host, version)
     assert weights(host).state == "sealed"
-    assert "brought to the sealed weights" in host.paths.log("belayerd").read_text()
+    log = host.paths.log("belayerd")
+    eventually(lambda: "brought to the sealed weights" in log.read_text(), what="belayerd says what it did")
     whole(stream)
 
 
@@ -235,15 +236,15 @@ def test_in_place_a_dead_writer_leaves_torn_weights_that_nobody_serves() -> None
         update = begin_update(client, MODEL, mode="in_place", whole=True)
         update.write_folder(TWO)
         client.close()  # the writer is gone, nothing was committed
-        eventually(lambda: owner_state(host) == "torn", within=20, what="TORN")
+        eventually(lambda: owner_state(host) == "torn", what="TORN")
         with pytest.raises(WeightsTorn):
             end(host)
         victim = main_pid(host, "slot0")
         waiting = Stream(host.status().router_url, "/v1/completions", completion(24, ignore_eos=True))
         waiting.start()
         os.kill(victim, signal.SIGKILL)
-        host.until("the handover", lambda s: slot(s, "slot0").state == "handover", 60.0)
-        held = host.until("its gate", lambda s: "owners: an update of" in slot(s, "slot0").reason, 60.0)
+        host.until("the handover", lambda s: slot(s, "slot0").state == "handover", 120.0)
+        held = host.until("its gate", lambda s: "owners: an update of" in slot(s, "slot0").reason, 120.0)
         assert slot(held, "slot0").state == "handover"
         assert waiting.seen.chunks == []
         assert publish_again(host, ONE) == 2

@@ -27,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
     root = tmp_path_factory.mktemp("architectures")
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.architectures", str(root)], cwd=REPO, capture_output=True, text=True,
-        timeout=900, check=False,
+        timeout=3600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     yield {path.stem: json.loads(path.read_bytes()) for path in root.glob("*.json")}
