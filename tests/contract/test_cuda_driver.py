@@ -39,7 +39,7 @@ def test_the_backend_contract_through_the_real_bindings(standin: Path) -> None:
     env = {**os.environ, "LD_LIBRARY_PATH": str(standin), "BELAYER_TEST_DRIVER": "cuda"}
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
-        env=env, cwd=TREE, capture_output=True, text=True, timeout=300,
+        env=env, cwd=TREE, capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:]
     passed = re.search(r"(\d+) passed", run.stdout)
@@ -105,5 +105,5 @@ def test_the_ptx_holds_every_kernel_and_assembles(tmp_path: Path) -> None:
         pytest.skip("no ptxas (triton brings one)")
     for arch in ("sm_80", "sm_90"):
         command = [str(found[0]), f"-arch={arch}", str(BACKENDS / "kernels.ptx"), "-o", str(tmp_path / "out.cubin")]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=300)
         assert (tmp_path / "out.cubin").stat().st_size > 1000

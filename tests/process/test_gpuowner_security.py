@@ -55,8 +55,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owners]:
 
 def raw(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(10.0)
-    sock.connect(str(path))
+    sock.connect(str(path))  # without a deadline: with one, a full queue is an error at once
+    sock.settimeout(120.0)
     return sock
 
 

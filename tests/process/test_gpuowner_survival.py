@@ -92,7 +92,7 @@ def test_an_owner_that_is_restarted_ends_no_lease_and_no_update(tmp_path: Path) 
         host.up("kv")
         main = host.streamer()
         host.owners["kv"].terminate()
-        assert host.owners["kv"].wait(30) == 0
+        assert host.owners["kv"].wait(120) == 0
         host.up("kv")
         info = host.the_arena()
         assert (info.state, info.epoch, info.holder_pid) == ("leased", 0, main.pid)
@@ -205,7 +205,7 @@ def test_a_holder_that_hung_is_given_everything_when_it_goes_on(host: Owners) ->
     with stopped(pid):
         main = host.streamer()
         assert host.status("kv").store == ""
-    eventually(lambda: host.status("kv").store == f"holder pid {pid}", within=30, what="copies with the holder again")
+    eventually(lambda: host.status("kv").store == f"holder pid {pid}", what="copies with the holder again")
     host.reborn("kv")
     assert host.the_arena().holder_pid == main.pid
 
@@ -312,11 +312,11 @@ def test_a_lost_update_is_refused_until_it_is_published_again(host: Owners) -> N
     assert host.the_model().state == "torn", "the next life remembers it too"
     command = [sys.executable, "-m", "belayerctl", "republish", "m", "--json"]
     env = {**os.environ, "BELAYER_ROOT": str(host.root)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     info = json.loads(done.stdout)
     assert (info["state"], info["version"]) == ("sealed", 3)
-    assert subprocess.run(command, env=env, capture_output=True, timeout=60, check=False).returncode == 1, "sealed"
+    assert subprocess.run(command, env=env, capture_output=True, timeout=300, check=False).returncode == 1, "sealed"
     WeightsView(host.client("weights"), "m").verify()
 
 
@@ -365,9 +365,9 @@ def test_a_stopped_owner_is_released_and_holds_nothing(host: Owners) -> None:
     publish(host)
     holder = host.holder_pid("weights")
     host.owners["weights"].terminate()
-    assert host.owners["weights"].wait(30) == 0
+    assert host.owners["weights"].wait(120) == 0
     assert procs.lives(holder), "a restart would find everything"
-    assert host.daemon("gpuowner", "--kind", "weights", "--release").wait(30) == 0
+    assert host.daemon("gpuowner", "--kind", "weights", "--release").wait(120) == 0
     eventually(lambda: not procs.lives(holder), what="the holder has ended")
     host.up("weights")
     assert (host.the_model().state, host.the_model().version) == ("sealed", 1), "a fresh start, asked for"

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.docker
 def on_a_machine(script: str, *options: str) -> subprocess.CompletedProcess[str]:
     command = ["docker", "run", "--rm", "--network", "none", "--volume", f"{TREE}/setup:/tree/setup:ro"]
     command += ["--env", "BELAYER_CACHE=/tmp/cache", *options, "belayer-sandbox:base", "bash", "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
 def test_existing_daemon_json_is_never_touched() -> None:

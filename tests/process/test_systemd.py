@@ -42,7 +42,7 @@ def directives(unit: Path) -> dict[str, dict[str, str]]:
     return {section: dict(parser[section]) for section in parser.sections()}
 
 
-def run(*command: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run(*command: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
 
 
@@ -147,10 +147,10 @@ class Machine:
         done = run(*command)
         assert done.returncode == 0, done.stderr
 
-    def sh(self, script: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def sh(self, script: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         return run("docker", "exec", self.name, "bash", "-c", script, timeout=timeout)
 
-    def ok(self, script: str, timeout: float = 60) -> str:
+    def ok(self, script: str, timeout: float = 300) -> str:
         done = self.sh(script, timeout)
         assert done.returncode == 0, f"{script}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -189,7 +189,7 @@ docker = "unix:///host/docker.sock"
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     if not shutil.which("docker"):
         pytest.fail("no docker command: run `make setup`")
-    image = run(str(TREE / "setup/systemd_image.sh"), timeout=600)
+    image = run(str(TREE / "setup/systemd_image.sh"), timeout=1800)
     assert image.returncode == 0, image.stdout + image.stderr
     folder = tmp_path_factory.mktemp("install")
     subprocess.run([str(UNITS / "install.sh"), "--root", str(folder)], check=True)
@@ -200,7 +200,6 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     try:
         eventually(
             lambda: container.sh("systemctl is-system-running").stdout.strip() in ("running", "degraded"),
-            within=60,
             what="systemd is up in the container",
         )
         # The parents of a pyenv Python are closed to other users in the image, not on a machine set up for it.
@@ -226,12 +225,12 @@ def test_units_pass_systemd_analyze(machine: Machine) -> None:
 @pytest.mark.systemd
 @pytest.mark.engine
 def test_target_starts_every_daemon_and_status_answers(machine: Machine) -> None:
-    started = machine.sh("systemctl start belayer.target", timeout=240)
+    started = machine.sh("systemctl start belayer.target", timeout=900)
     assert started.returncode == 0, started.stderr + machine.journal()
     for unit in DAEMONS:
         assert machine.show(unit, "ActiveState") == "active", f"{unit}: {machine.journal()}"
         assert machine.show(unit, "SubState") == "running"
-    assert eventually(lambda: status(machine), within=30, what="belayerctl status answers")
+    assert eventually(lambda: status(machine), what="belayerctl status answers")
 
 
 @pytest.mark.systemd
@@ -239,14 +238,14 @@ def test_a_hung_envkeeper_is_killed_and_comes_back(machine: Machine) -> None:
     """The unit's own watchdog, with a shorter patience."""
     unit, more = "envkeeper.service", "/etc/systemd/system/envkeeper.service.d"
     machine.ok(
-        f"mkdir -p {more} && printf '[Service]\\nWatchdogSec=5\\n' > {more}/short.conf && systemctl daemon-reload"
+        f"mkdir -p {more} && printf '[Service]\\nWatchdogSec=10\\n' > {more}/short.conf && systemctl daemon-reload"
     )
     try:
-        machine.ok(f"systemctl restart {unit}", timeout=150)
+        machine.ok(f"systemctl restart {unit}", timeout=300)
         hung = machine.show(unit, "MainPID")
         machine.ok(f"kill -STOP {hung}")
-        assert machine.ok(f"cut -d' ' -f3 /proc/{hung}/stat") == "T\n"
-        eventually(lambda: "watchdog" in machine.journal().lower(), within=60, every=0.3, what="systemd has found it")
+        eventually(lambda: machine.ok(f"cut -d' ' -f3 /proc/{hung}/stat") == "T\n", what="it is stopped", every=0.1)
+        eventually(lambda: "watchdog" in machine.journal().lower(), every=0.3, what="systemd has found it")
         eventually(
             lambda: machine.show(unit, "ActiveState") == "active" and machine.show(unit, "MainPID") not in ("0", hung),
             within=120,
@@ -254,12 +253,12 @@ def test_a_hung_envkeeper_is_killed_and_comes_back(machine: Machine) -> None:
             what="another one serves",
         )
     finally:
-        machine.ok(f"rm -r {more} && systemctl daemon-reload && systemctl stop {unit}", timeout=90)
+        machine.ok(f"rm -r {more} && systemctl daemon-reload && systemctl stop {unit}", timeout=300)
 
 
 def status(machine: Machine) -> dict[str, Any]:
     """``belayerctl status --json``; {} while belayerd does not answer."""
-    done = machine.sh("/opt/belayer/venv/bin/belayerctl status --json", timeout=30)
+    done = machine.sh("/opt/belayer/venv/bin/belayerctl status --json", timeout=300)
     found: dict[str, Any] = json.loads(done.stdout) if done.returncode in (0, 1) and done.stdout else {}
     return found if "host" in found else {}
 
@@ -285,16 +284,14 @@ def owners_come_back_from_the_fd_store(machine: Machine) -> None:
         assert int(machine.show(unit, "NFileDescriptorStore")) == 1
         machine.ok(f"kill -KILL {machine.show(unit, 'MainPID')}")
 
-    def adopted() -> bool:
+    def adopted() -> dict[str, dict[str, Any]]:
         now = owners(machine)
         if any(now.get(kind, before[kind])["pid"] == before[kind]["pid"] for kind in ("weights", "kv")):
-            return False
-        return (
-            all(row["connected"] for row in now["kv"]["arenas"]) and len(now["weights"]["weights"][0]["readers"]) == 2
-        )
+            return {}
+        known = all(row["connected"] for row in now["kv"]["arenas"])
+        return now if known and len(now["weights"]["weights"][0]["readers"]) == 2 else {}
 
-    eventually(adopted, within=120, every=0.3, what="owners that know the workers again")
-    after = owners(machine)
+    after = eventually(adopted, within=240, every=0.3, what="owners that know the workers again")
     for kind in ("weights", "kv"):
         assert after[kind]["owner_generation"] == before[kind]["owner_generation"] + 1
         assert len(after[kind]["adopted"]) == 1
@@ -306,25 +303,24 @@ def owners_come_back_from_the_fd_store(machine: Machine) -> None:
 @pytest.mark.systemd
 @pytest.mark.engine
 def test_workers_outlive_a_killed_supervisor_and_end_with_the_target(machine: Machine) -> None:
-    assert machine.sh("systemctl start belayer.target", timeout=240).returncode == 0
-    before = eventually(lambda: worker_pids(machine), within=240, every=0.5, what="the slot is protected")
+    assert machine.sh("systemctl start belayer.target", timeout=900).returncode == 0
+    before = eventually(lambda: worker_pids(machine), within=600, every=0.5, what="the slot is protected")
     assert set(before) == {"main", "shadow"}
     owners_come_back_from_the_fd_store(machine)
-    assert eventually(lambda: worker_pids(machine), within=60, every=0.2, what="the slot is protected") == before
+    assert eventually(lambda: worker_pids(machine), every=0.2, what="the slot is protected") == before
 
     supervisor = machine.show("belayerd.service", "MainPID")
     machine.ok(f"kill -KILL {supervisor}")
     eventually(
         lambda: machine.show("belayerd.service", "MainPID") not in ("0", supervisor), what="systemd starts it again"
     )
-    after = eventually(lambda: worker_pids(machine), within=60, every=0.2, what="the slot is protected again")
+    after = eventually(lambda: worker_pids(machine), every=0.2, what="the slot is protected again")
     assert after == before
 
     # systemctl waits for the target alone; its parts stop after it.
-    machine.ok("systemctl stop belayer.target", timeout=90)
+    machine.ok("systemctl stop belayer.target", timeout=300)
     eventually(
         lambda: all(machine.show(unit, "ActiveState") == "inactive" for unit in (*DAEMONS, "belayer-workers.service")),
-        within=60,
         what="every unit has stopped",
     )
-    assert machine.sh("pgrep --list-full --uid belayer").stdout == ""
+    eventually(lambda: machine.sh("pgrep --list-full --uid belayer").stdout == "", what="no process of it is left")

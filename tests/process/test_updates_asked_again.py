@@ -57,7 +57,7 @@ class Life:
 
     def kill(self) -> None:
         self.child.kill()
-        self.child.wait(30)
+        self.child.wait(120)
         if self.child.stdout is not None:
             self.child.stdout.close()
 
@@ -125,7 +125,7 @@ def test_without_a_next_belayerd_a_publish_says_what_is_sealed(
     stack: Stack, lives: Callable[[str], Life], threads: ThreadPoolExecutor
 ) -> None:
     life = lives("EndWeightsUpdate")
-    waiting = threads.submit(published, stack, within_s=5.0)
+    waiting = threads.submit(published, stack, within_s=10.0)
     life.killed_once_asked()
     with pytest.raises(DaemonUnreachable, match=r"v\d+ of m is sealed, but no belayerd said that it is served") as why:
         waiting.result(WAIT_S)

@@ -36,7 +36,7 @@ def nice() -> int:
 def test_one_that_is_not_ready_in_time_gets_the_share_of_a_main_and_waits_aside_afterwards() -> None:
     def start() -> None:
         priority.step_aside(patience_s=0.05)
-        eventually(lambda: nice() == 0, within=30, what="it comes back by itself")
+        eventually(lambda: nice() == 0, what="it comes back by itself")
         priority.wait_aside()
         assert nice() == 5
         priority.come_back()

@@ -29,7 +29,7 @@ def tree() -> subprocess.Popen[bytes]:
     yield child
     for pid in procs.session_pids(child.pid):
         os.kill(pid, signal.SIGKILL)
-    child.wait(5)
+    child.wait(60)
     child.stdout.close()
 
 
@@ -60,7 +60,7 @@ def test_a_whole_tree_is_seen_dead(tree: subprocess.Popen[bytes], kind: str, sto
     assert (dead, left) == (4, [])
     assert procs.is_dead(pidfd)
     os.close(pidfd)
-    assert tree.wait(5) == -signal.SIGKILL
+    assert tree.wait(60) == -signal.SIGKILL
     eventually(lambda: procs.session_pids(tree.pid) == [], what="an empty session")
     if groups.base is not None:
         groups.remove("slot0-aa")
@@ -69,7 +69,7 @@ def test_a_whole_tree_is_seen_dead(tree: subprocess.Popen[bytes], kind: str, sto
 
 def test_a_tree_that_outlives_its_leader_is_found(tree: subprocess.Popen[bytes]) -> None:
     os.kill(tree.pid, signal.SIGKILL)
-    tree.wait(5)
+    tree.wait(60)
     dead, left = procs.kill_tree(_NoCgroup(), "slot0-aa", tree.pid, None, 5.0)
     assert (dead, left) == (3, [])
 
@@ -92,7 +92,7 @@ def test_a_tree_that_forks_while_it_is_killed_is_waited_for() -> None:
             assert child.stdout.readline() == b"up\n"
             _, left = procs.kill_tree(groups, name, child.pid, None, 30.0)
             assert left == []
-            assert child.wait(5) == -signal.SIGKILL
+            assert child.wait(60) == -signal.SIGKILL
             child.stdout.close()
     finally:
         groups.remove_all()
@@ -123,7 +123,7 @@ def test_a_process_lives_until_its_last_thread_has_ended() -> None:
     finally:
         os.kill(child.pid, signal.SIGKILL)
         eventually(lambda: not procs.lives(child.pid), what="the whole process has ended")
-        child.wait(10)
+        child.wait(60)
         child.stdin.close()
         child.stdout.close()
     assert not procs.lives(child.pid, started)
@@ -147,10 +147,10 @@ def test_the_cpu_time_of_a_process_is_that_of_all_its_threads() -> None:
     child = subprocess.Popen([sys.executable, "-c", script])
     try:
         first = procs.cpu_s(child.pid)
-        eventually(lambda: procs.cpu_s(child.pid) > first + 0.3, within=60.0)
+        eventually(lambda: procs.cpu_s(child.pid) > first + 0.3)
         ticks = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         assert procs.cpu_s(child.pid) >= sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") - 0.05
     finally:
         child.kill()
-        child.wait(10)
+        child.wait(60)
     assert procs.cpu_s(child.pid) == 0.0
