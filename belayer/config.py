@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from belayer import config_sense
 from belayer.errors import ConfigInvalid
 from belayer.ids import is_name
 from belayer.model_shape import undivided
@@ -302,6 +303,7 @@ def _tensor_parallel(config: Config, slot: Slot, where: str) -> Any:
 
 def _problems(config: Config) -> Any:
     """Each cross-field rule that does not hold, as (key, reason)."""
+    yield from config_sense.problems(config)
     yield from _fleet_problems(config)
     if not config.router.thinks() and (config.router.reasoning_start or config.router.reasoning_end):
         yield "router.reasoning_end", "needs router.reasoning_start too, or router.reasoning_parser"
@@ -365,7 +367,7 @@ def _fleet_problems(config: Config) -> Any:
     fleet = config.fleet
     if fleet.listen and not _is_address(fleet.listen):
         yield "fleet.listen", f"{fleet.listen!r} is not ADDRESS:PORT"
-    elif fleet.listen and _meet(fleet.listen, f"{config.router.host}:{config.router.port}"):
+    elif fleet.listen and config_sense.meet(fleet.listen, f"{config.router.host}:{config.router.port}"):
         yield "fleet.listen", f"{fleet.listen!r} is the port of the router's clients (router.port)"
     if fleet.listen and not is_name(config.host.name):
         yield "host.name", f"{config.host.name!r} is no name (1-48 of a-z 0-9 _ . -)"
@@ -392,9 +394,3 @@ def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
     named = re.fullmatch(r"[A-Za-z0-9._*-]+|\[[0-9A-Fa-f:.%a-z]+\]", host)
     return named is not None and re.fullmatch("[0-9]{1,5}", port) is not None and 0 < int(port) < 65536
-
-
-def _meet(one: str, other: str) -> bool:
-    """True when two sockets cannot both be bound: one port, and one address or one that stands for all."""
-    (host, _, port), (host2, _, port2) = one.rpartition(":"), other.rpartition(":")
-    return port == port2 and (host == host2 or not {host, host2}.isdisjoint({"0.0.0.0", "*", "[::]", "::"}))

@@ -17,7 +17,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from belayer.errors import BelayerError, ConfigInvalid, DaemonUnreachable, HostNotReady, HostUnfit
+from belayer import refusals
+from belayer.errors import AlreadyRuns, BelayerError, ConfigInvalid, DaemonUnreachable, HostNotReady, HostUnfit
 
 EXIT_REFUSED = 1
 EXIT_CONFIG = 2
@@ -52,30 +53,47 @@ class OnlyOne:
         except BlockingIOError as why:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             os.close(self._fd)
-            raise HostUnfit(
+            raise AlreadyRuns(
                 f"{name} already runs below {run} (pid {holder})",
                 remedy="stop it, or set another BELAYER_ROOT",
             ) from why
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, str(os.getpid()).encode(), 0)
+        refusals.clear(run, name)
 
     def fileno(self) -> int:
         """A child that is forked and not executed closes it: it would keep the lock when this process is dead."""
         return self._fd
 
 
-def run(main: Main) -> int:
-    """Run ``main(stop)`` until it ends or a signal sets ``stop``; returns the exit code."""
+class Told:
+    """Says why this daemon does not start: on stderr, and to who asks later why nobody answers. ``name``: of its lock
+    below ``run``."""
+
+    def __init__(self, run: Path, name: str) -> None:
+        self._run, self._name = run, name
+
+    def say(self, error: BelayerError) -> int:
+        code = say(error)
+        if not isinstance(error, AlreadyRuns):
+            refusals.leave(self._run, self._name, code, str(error))
+        return code
+
+
+def run(main: Main, told: Told | None = None) -> int:
+    """Run ``main(stop)`` until it ends or a signal sets ``stop``; returns the exit code. ``told``: of a daemon, which
+    others ask for."""
+    to_say = say if told is None else told.say
     try:
         asyncio.run(_run(main))
     except (ConfigInvalid, HostUnfit) as error:
-        return say(error)
+        return to_say(error)
     except BaseExceptionGroup as group:
         # A task group wraps what its tasks raise; an operator's mistake inside is still one sentence.
         mistakes, broken = group.split((ConfigInvalid, HostUnfit))
         if mistakes is None or broken is not None:
             raise
-        return say(_first(mistakes))
+        return to_say(_first(mistakes))
     return 0
 
 

@@ -70,6 +70,10 @@ class HostUnfit(BelayerError):
     code = ErrorCode.HOST_UNFIT
 
 
+class AlreadyRuns(HostUnfit):
+    """Another instance of the daemon holds the lock of this root: that says nothing about the other one."""
+
+
 class HostNotReady(HostUnfit):
     """It is there, but does not answer now: exit 3 at start, so that systemd tries again (exit 2 it does not)."""
 

@@ -1,4 +1,4 @@
-"""``belayerctl fleet``: what this host knows of its peers. Exit 1 when one of them is not up."""
+"""``belayerctl fleet``: what this host knows of its peers. Exit 1 when one of them is not up, 2 without a fleet."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import click
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from belayer.daemon import EXIT_REFUSED
+from belayer.daemon import EXIT_CONFIG, EXIT_REFUSED
 from belayer.messages.fleet import FleetStatus, FleetStatusReply, RemoteSlot
 from belayer.paths import Paths
 from belayer.rpc import call_sync
 from belayerctl.common import OK, console, emit_json, verb
 
 
-@click.command(help="Peers of this host, their slots, and what was not let in. Exit 1 when a peer is not up.")
+@click.command(
+    help="Peers of this host, their slots, and what was not let in. Exit 1 when a peer is not up, 2 without a fleet."
+)
 @verb
 def fleet(paths: Paths, as_json: bool, timeout: float) -> int:
     said = call_sync(paths.router_sock, FleetStatus(), FleetStatusReply, timeout)
     if as_json:
         emit_json(said)
-    elif not said.listen:
-        console().print(f"{said.host} is in no fleet (fleet.listen is not set)")
-    else:
+    if not said.listen:
+        click.echo(f"belayerctl: {said.host} is in no fleet: fleet.listen is not set in its configuration", err=True)
+        return EXIT_CONFIG
+    if not as_json:
         out = console()
         out.print(peers(said))
         out.print(slots(said))

@@ -7,6 +7,7 @@ import threading
 import click
 from rich.live import Live
 
+from belayer import refusals
 from belayer.clock import monotonic
 from belayer.errors import DaemonUnreachable
 from belayer.messages.control import HostStatus, HostStatusReply, Incident, IncidentList, ListIncidents
@@ -49,7 +50,10 @@ def _host(paths: Paths, timeout: float) -> tuple[HostStatusReply | None, tuple[I
 def top(paths: Paths, as_json: bool, timeout: float, once: bool, every: float) -> int:
     status, rows = _host(paths, timeout)
     if status is None:
-        raise DaemonUnreachable(f"no answer at {paths.belayerd_sock}", remedy="start belayerd, or set BELAYER_ROOT")
+        raise DaemonUnreachable(
+            f"{refusals.why_silent(paths.run, 'belayerd')} (no answer at {paths.belayerd_sock})",
+            remedy="start belayerd, or set BELAYER_ROOT",
+        )
     router, boxes = ask_router(paths, timeout), ask_sandboxes(paths, timeout)
     if as_json:
         emit_json({"host": status, "router": router, "sandboxes": boxes, "incidents": rows})

@@ -25,7 +25,7 @@ def cli(path: Path | None) -> None:
         config = configs.load(config_path)
         await Supervisor(paths.make(), config, config_path.absolute()).run(stop)
 
-    sys.exit(daemon.run(run))
+    sys.exit(daemon.run(run, daemon.Told(paths.run, "belayerd")))
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from belayer import lastwords, procs
 from belayer.daemon import EXIT_CONFIG
-from belayer.errors import BelayerError, DaemonUnreachable
-from belayer.messages.common import Ping, Pong
-from belayer.messages.router import RouterStatus, RouterStatusReply
+from belayer.errors import BadMessage, BelayerError, DaemonUnreachable
+from belayer.messages.common import Done, Ping, Pong
+from belayer.messages.router import RouterStatus, RouterStatusReply, SlotsGivenUp
 from belayer.paths import Paths
 from belayer.rpc import Client
 from belayer.seqpacket import SeqClient
@@ -146,10 +146,13 @@ class Zygote:
 
 
 class RouterPeer:
-    """Polls the router; tells ``back`` when it is another instance than the one before."""
+    """Polls the router; tells ``back`` when it is another instance than the one before. ``given_up``: slots that do not
+    come back by themselves; a router that knows another set is told, for it lets its clients wait for the others."""
 
-    def __init__(self, client: Client, back: Callable[[], None], log: Any) -> None:
-        self._client, self._back, self._log = client, back, log
+    def __init__(
+        self, client: Client, back: Callable[[], None], given_up: Callable[[], tuple[str, ...]], log: Any
+    ) -> None:
+        self._client, self._back, self._given_up, self._log = client, back, given_up, log
         self.status: RouterStatusReply | None = None
         self._instance = ""
 
@@ -157,6 +160,7 @@ class RouterPeer:
         while True:
             try:
                 self.status = await self._client.call(RouterStatus(), RouterStatusReply, 2.0)
+                await self._tell(self.status.given_up)
             except DaemonUnreachable:
                 if self.status is not None:
                     self._log.warning("router does not answer")
@@ -164,6 +168,14 @@ class RouterPeer:
             else:
                 self._notice(self.status.instance)
             await asyncio.sleep(0.5)
+
+    async def _tell(self, known: tuple[str, ...]) -> None:
+        if known == (slots := self._given_up()):
+            return
+        try:
+            await self._client.call(SlotsGivenUp(slots=slots), Done, 2.0)
+        except BadMessage as why:  # a router from before there was this message, until it is restarted
+            self._log.warning("router does not take it", what="slots given up", why=str(why))
 
     def _notice(self, instance: str) -> None:
         if instance != self._instance:

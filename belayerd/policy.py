@@ -34,6 +34,31 @@ def gave_up(state: str, failed_starts: int, limits: Limits) -> bool:
     return state == "quarantined" or (state in ("empty", "exposed") and gives_up(failed_starts, limits))
 
 
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides whether a slot comes back by itself. ``gave_up``: nothing is tried any more; ``workers``: how many
+    it has."""
+
+    slot: str
+    state: str
+    gave_up: bool
+    workers: int
+
+
+def beyond_help(slots: Sequence[Outlook], *, missing: bool, blocked: bool) -> tuple[str, ...]:
+    """Slots that serve nobody and that only an operator brings back, by name. ``missing``: an owner is away, or weights
+    are being written: what a slot gave up for may be mended without an operator, and is then tried again. ``blocked``:
+    what every new worker needs has refused to start, so a slot without any gets none."""
+    return tuple(sorted(row.slot for row in slots if _beyond_help(row, missing, blocked)))
+
+
+def _beyond_help(row: Outlook, missing: bool, blocked: bool) -> bool:
+    if row.state == "quarantined":
+        return True
+    if row.workers:
+        return False
+    return blocked or (row.gave_up and not missing)
+
+
 def backoff(failed_starts: int, limits: Limits) -> float:
     """Doubling, from ``restart_backoff_s``, capped at a minute."""
     return float(min(60.0, limits.restart_backoff_s * 2.0 ** max(0, failed_starts - 1)))

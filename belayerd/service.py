@@ -13,7 +13,7 @@ import msgspec
 import zmq.asyncio
 
 from belayer import log as logs
-from belayer import procs, statefile
+from belayer import procs, refusals, statefile
 from belayer.clock import Stopwatch, wall
 from belayer.config import Config
 from belayer.daemon import OnlyOne, new_instance, notify
@@ -42,7 +42,7 @@ from belayerd.actions import Actions
 from belayerd.alerts import Alert, Alerts
 from belayerd.gate import open_gate
 from belayerd.peers import RouterPeer, Zygote
-from belayerd.policy import spares_to_call
+from belayerd.policy import beyond_help, spares_to_call
 from belayerd.slot import SlotShell
 from belayerd.trainers import Trainers
 from belayerd.updates import Opener, Updates
@@ -90,7 +90,7 @@ class Supervisor:
         self._actions.held = self._updates.held
         self._zygote = Zygote(paths, config_path, self._log, self._zygote_failed)
         self._sealed_once: set[str] = set()  # models whose weights were seen whole in this life
-        self._router_peer = RouterPeer(self._router, self._router_back, self._log)
+        self._router_peer = RouterPeer(self._router, self._router_back, self._given_up, self._log)
         self._owners: tuple[OwnerStatusReply, ...] = ()
         self._told_lost: set[tuple[str, int]] = set()
         self._footprints = footprint.Footprints()
@@ -198,6 +198,14 @@ class Supervisor:
         for name in spares_to_call([slot.spare_view() for slot in self._slots.values()]):
             self._log.warning("spare called", slot=name)
             self._slots[name].call()
+
+    def _given_up(self) -> tuple[str, ...]:
+        """Slots for which no client should wait."""
+        refused = [refusals.read(self._paths.run, f"owner-{kind}") for kind in self._silent]
+        blocked = self._zygote.hopeless or any(one is not None and one.final for one in refused)
+        whole = all(row.state == "sealed" for owner in self._owners for row in owner.weights)
+        missing = bool(self._silent) or not whole or self._updates.open
+        return beyond_help([slot.outlook() for slot in self._slots.values()], missing=missing, blocked=blocked)
 
     def _router_back(self) -> None:
         for slot in self._slots.values():

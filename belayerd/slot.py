@@ -473,11 +473,19 @@ class SlotShell:
 
     def view(self) -> SlotView:
         reason = self.pair.reason or self._paused()
-        # Whatever waits in the inbox may be the operator's word that it shall be tried again.
-        gave_up = policy.gave_up(self.pair.state, self.pair.failed_starts, self._limits) and self._inbox.empty()
         return views.slot(
-            self.pair, self.config, self._watched, reason, self._since, self.last_incident, self.rearm_ms, gave_up
-        )
+            self.pair, self.config, self._watched, reason, self._since, self.last_incident, self.rearm_ms,
+            self._gave_up(),
+        )  # fmt: skip
+
+    def _gave_up(self) -> bool:
+        """Whatever waits in the inbox may be the operator's word that it shall be tried again."""
+        return policy.gave_up(self.pair.state, self.pair.failed_starts, self._limits) and self._inbox.empty()
+
+    def outlook(self) -> policy.Outlook:
+        workers = sum(ref is not None for ref in (self.pair.main, self.pair.shadow))
+        gave_up = self._gave_up()
+        return policy.Outlook(slot=self.pair.slot, state=self.pair.state, gave_up=gave_up, workers=workers)
 
     def _paused(self) -> str:
         main, _ = self.seats()

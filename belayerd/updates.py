@@ -97,6 +97,11 @@ class Updates:
         self._said: dict[str, str] = {}
         self.held: set[str] = set()
 
+    @property
+    def open(self) -> bool:
+        """Whether a writer may be at work on some model."""
+        return bool(self._open)
+
     async def begin(self, model: str, opener: Opener) -> WeightsUpdated:
         """Pause every main. Raises Refused when a handover does not end in time, ReplacementOwed while a trainer has
         not acknowledged one, Fenced for a life of a trainer that has ended, all with everything going on."""

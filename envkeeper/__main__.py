@@ -35,7 +35,7 @@ def cli(path: Path | None, examine: bool, install: bool) -> None:
             return
         await service.run(config, paths, stop)
 
-    sys.exit(daemon.run(run))
+    sys.exit(daemon.run(run, None if examine else daemon.Told(paths.run, service.NAME)))
 
 
 def main() -> None:

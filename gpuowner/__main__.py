@@ -17,7 +17,7 @@ import msgspec
 
 from belayer import log, statefile
 from belayer.config import Config, load
-from belayer.daemon import OnlyOne, new_instance, notify, run, say, serve_until
+from belayer.daemon import OnlyOne, Told, new_instance, notify, run, say, serve_until
 from belayer.errors import BelayerError, ConfigInvalid, HostUnfit
 from belayer.paths import Paths
 from gpuowner.backends.choice import maker_for
@@ -123,13 +123,17 @@ def main() -> int:
     args = parser.parse_args()
     try:
         paths = Paths().make()
+    except BelayerError as why:
+        return say(why)
+    told = Told(paths.run, f"owner-{args.kind}")
+    try:
         lock = OnlyOne(paths.run, f"owner-{args.kind}")
         if args.release:
             return release(paths, args.kind)
         config = load(args.config or paths.config)
     except BelayerError as why:
-        return say(why)
-    code = run(lambda stop: _main(stop, args.kind, args.store, config, paths))
+        return told.say(why)
+    code = run(lambda stop: _main(stop, args.kind, args.store, config, paths), told)
     del lock  # held until here
     return code
 

@@ -30,6 +30,13 @@ class UnregisterWorker(Message, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
+class SlotsGivenUp(Message, frozen=True, kw_only=True, tag=True):
+    """belayerd's word on which slots nothing but an operator brings back: all of them each time. Told when the router
+    knows another set, so also to each new one."""
+
+    slots: tuple[str, ...]
+
+
 class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
     """``first_token_ms``: from the registration to the first token of a resumed request; -1 when none yet."""
 
@@ -58,6 +65,8 @@ class RouterStatus(Message, frozen=True, kw_only=True, tag=True):
 
 
 class RouterStatusReply(Message, frozen=True, kw_only=True, tag=True):
+    """``given_up``: slots that do not come back by themselves, as belayerd has said, by name."""
+
     instance: str
     pid: int
     url: str
@@ -69,7 +78,8 @@ class RouterStatusReply(Message, frozen=True, kw_only=True, tag=True):
     tokens_total: int = 0
     resumed_total: int = 0
     restarted_total: int = 0
+    given_up: tuple[str, ...] = ()
 
 
-Request = Ping | RegisterWorker | UnregisterWorker | RouterStatus | FleetStatus
+Request = Ping | RegisterWorker | UnregisterWorker | SlotsGivenUp | RouterStatus | FleetStatus
 Reply = Pong | Done | RouterStatusReply | FleetStatusReply | ErrorReply

@@ -27,6 +27,10 @@ def main(argv: list[str] | None = None) -> int:
     chosen = parser.parse_args(argv)
     try:
         paths = Paths()
+    except BelayerError as error:
+        return daemon.say(error)
+    told = daemon.Told(paths.run, "router")
+    try:
         loaded = config.load(chosen.config or paths.config)
         paths.make()
         only = daemon.OnlyOne(paths.run, "router")
@@ -36,10 +40,10 @@ def main(argv: list[str] | None = None) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):  # until there is an event loop to take them
                 signal.signal(number, lambda got, _: asked.append(got))
             fronts = many.prepare(loaded, paths, only)
-            many.leave(lambda: daemon.run(lambda stop: _serve_many(loaded, paths, stop, fronts, asked)))
+            many.leave(lambda: daemon.run(lambda stop: _serve_many(loaded, paths, stop, fronts, asked), told))
     except BelayerError as error:
-        return daemon.say(error)
-    return daemon.run(lambda stop: _serve(loaded, paths, stop, only))
+        return told.say(error)
+    return daemon.run(lambda stop: _serve(loaded, paths, stop, only), told)
 
 
 async def _serve(loaded: config.Config, paths: Paths, stop: asyncio.Event, only: daemon.OnlyOne) -> None:

@@ -41,6 +41,7 @@ class Core(RemoteRules):
             ev.Unregister: self._unregister,
             ev.Torn: self._torn,
             ev.Paused: self._paused,
+            ev.GivenUp: self._gave_up,
             ev.Recover: self._recover,
             ev.Tick: self._tick,
         }

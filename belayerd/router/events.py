@@ -218,6 +218,13 @@ class Unregister(Event, frozen=True, gc=False):
     removed: bool = False
 
 
+class GivenUp(Event, frozen=True, gc=False):
+    """All slots of this host of which belayerd says that none but an operator brings them back. Each time the whole
+    set: what is not in it any more may come back."""
+
+    slots: frozenset[str]
+
+
 class Torn(Event, frozen=True, gc=False):
     """The worker sent something that cannot be read: its link is not to be trusted any more."""
 

@@ -35,6 +35,8 @@ def limits(config: Config) -> Limits:
         same_id=SameId(router.same_id),
         on_death=wishes,
         capacity={slot.name: slot.max_num_seqs for slot in config.slot} if config.fleet.listen else {},
+        slots=frozenset(slot.name for slot in config.slot),
+        peers=bool(config.peer),
     )
 
 

@@ -13,6 +13,12 @@ from belayerd.router.weight_rules import continues, same_bytes, serves_new
 
 Effects = list[ev.Effect]
 
+UP = (SlotState.CONNECTING, SlotState.SERVING)
+_NOBODY = (
+    ErrorCode.NO_HEALTHY_SLOT,
+    "no worker can take the request: all slots of this host have given up, and none comes back by itself",
+    "see belayerctl status; send the request again when a slot serves",
+)
 _SESSIONS_KEPT = 65536  # affinity keys remembered; beyond it the least recently used is forgotten
 
 
@@ -27,6 +33,7 @@ class Limits:
     ``tears``: how often a torn link to the same worker is made anew before the next generation is waited for.
     ``on_death``: by slot, what its requests want that say nothing themselves; others resume.
     ``capacity``: by slot, how many requests its engine runs at once; beyond it a free slot of another host is better.
+    ``slots``: of this host, as configured; ``peers``: other hosts may have slots too.
     """
 
     deaths: int = 2
@@ -39,6 +46,8 @@ class Limits:
     same_id: ev.SameId = ev.SameId.REFUSE
     on_death: dict[str, ev.OnDeath] = field(default_factory=dict)
     capacity: dict[str, int] = field(default_factory=dict)
+    slots: frozenset[str] = frozenset()
+    peers: bool = False
 
 
 class Placement:
@@ -51,6 +60,7 @@ class Placement:
         self.counters = Counters()
         self.archive = Archive(limits.keep_bytes)
         self.paused = False
+        self.given_up: frozenset[str] = frozenset()  # slots that only an operator brings back
         self.named: dict[str, str] = {}  # name -> request id of the live one
         self.reader_of: dict[str, str] = {}  # front-end id -> request id
         # Ordered by waiting_since, since time only grows and a request is appended when it begins to wait.
@@ -91,9 +101,12 @@ class Placement:
     # -- choosing ---------------------------------------------------------------------------------------------
 
     def _place(self, request: Request, now: float, out: Effects, but: str = "") -> None:
-        """Give a waiting request to a worker, if one may have it; never to slot ``but``."""
+        """Give a waiting request to a worker, if one may have it; never to slot ``but``. Where none may and none can
+        come, to wait would be in vain."""
         slot = self._choose(request, but)
         if slot is None:
+            if self.beyond_help() and not (self.limits.peers and request.continuable and not request.origin):
+                self._fail(request, *_NOBODY, out)
             return
         if request.slot and request.slot != slot.name:
             self.counters.moved += 1
@@ -116,6 +129,14 @@ class Placement:
         version = request.spans[-1].weight_version if slot.remote and request.spans else ""
         tokens = tuple(request.tokens)
         out.append(ev.SendAdd(slot.worker_id, request.request_id, request.frames, tokens, wish, version))
+
+    def beyond_help(self, slot: str = "") -> bool:
+        """True when no worker of ``slot`` ("": of any slot of this host) serves, is on its way, or can come before an
+        operator has mended something."""
+        asked = frozenset({slot}) if slot else self.limits.slots
+        if not asked or not asked <= self.given_up:
+            return False
+        return not any(name in self.slots and self.slots[name].state in UP for name in asked)
 
     def _remember(self, session: str, slot: str) -> None:
         if session:
@@ -197,7 +218,7 @@ class Placement:
     def _roams(self, request: Request) -> bool:
         """True when any slot may take it: it is at home nowhere, its slot was removed, or it waited long enough."""
         home = request.slot or request.pin
-        if request.roams or not home:
+        if request.roams or not home or self.beyond_help(home):
             return True
         slot = self.slots.get(home)
         gone = (SlotState.REMOVED, SlotState.EMPTY) if slot is not None and slot.remote else (SlotState.REMOVED,)

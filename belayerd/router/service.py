@@ -16,6 +16,7 @@ from belayer.messages.router import (
     RouterSlot,
     RouterStatus,
     RouterStatusReply,
+    SlotsGivenUp,
     UnregisterWorker,
 )
 from belayerd.router import events as ev
@@ -46,6 +47,8 @@ class Service:
                 await self._register(message)
             case UnregisterWorker():
                 self._unregister(message)
+            case SlotsGivenUp():
+                self._shell.given_up(message.slots)
             case RouterStatus():
                 return self.status()
             case FleetStatus():
@@ -97,6 +100,7 @@ class Service:
             tokens_total=counters.tokens,
             resumed_total=counters.resumed,
             restarted_total=counters.restarted,
+            given_up=tuple(sorted(core.given_up)),
         )
 
 

@@ -128,10 +128,13 @@ class Shell:
 
     async def some_slot(self, within_s: float, slot: str = "") -> list[str]:
         """The slots that serve, once there is at least one; or ``slot`` alone, once it serves. Raises NoHealthySlot
-        after ``within_s``."""
+        after ``within_s``, or at once when none can come."""
         try:
             async with asyncio.timeout(within_s):
                 while not (serving := [one for one in self.serving_slots() if one == (slot or one)]):
+                    if self.core.beyond_help(slot):
+                        said = f"{slot or 'every slot'} has given up, and does not come back by itself"
+                        raise NoHealthySlot(said, remedy="see belayerctl status")
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError as why:
@@ -192,6 +195,13 @@ class Shell:
 
     def unregister(self, event: ev.Unregister) -> None:
         self._step(event)
+
+    def given_up(self, slots: Iterable[str]) -> None:
+        """belayerd's word on which slots only an operator brings back; all of them each time."""
+        event = ev.GivenUp(frozenset(slots))
+        if event.slots != self.core.given_up:
+            self._log.warning("slots_given_up", slots=", ".join(sorted(event.slots)) or "none")
+            self._step(event)
 
     def tell(self, event: ev.Event) -> None:
         """What other hosts say. A slot of theirs that is registered joins in a task of its own."""

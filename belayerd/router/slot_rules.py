@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from belayer.errors import ErrorCode, Fenced
 from belayerd.router import events as ev
-from belayerd.router.placement import Effects, Placement
+from belayerd.router.placement import UP, Effects, Placement
 from belayerd.router.records import CUT, Request, ResumeNote, Slot, SlotState
-
-_UP = (SlotState.CONNECTING, SlotState.SERVING)
 
 
 class SlotRules(Placement):
@@ -17,8 +15,9 @@ class SlotRules(Placement):
             return []  # told again: after a lost reply, or by a belayerd that has restarted
         self._check_fence(slot, event.generation, event.worker_id)
         self.slots[event.slot] = slot
+        self.given_up -= {event.slot}  # who registers a worker knows better than what was said before
         out: Effects = []
-        if slot.state in _UP:
+        if slot.state in UP:
             out += self._leave(slot, ev.Cause.SUPERSEDED, removed=False, now=now)
         slot.move(SlotState.CONNECTING)
         slot.generation, slot.worker_id, slot.endpoint = event.generation, event.worker_id, event.endpoint
@@ -31,7 +30,7 @@ class SlotRules(Placement):
 
     @staticmethod
     def _check_fence(slot: Slot, generation: int, worker_id: str) -> None:
-        live = slot.state in _UP
+        live = slot.state in UP
         if generation < slot.fence or (live and generation <= slot.generation):
             newest = max(slot.fence - 1, slot.generation)
             raise Fenced(
@@ -71,7 +70,7 @@ class SlotRules(Placement):
             raise Fenced(f"{slot.name} is at generation {slot.generation}, not {event.generation}")
         self.slots[event.slot] = slot
         out: Effects = []
-        if slot.state in _UP:
+        if slot.state in UP:
             out += self._leave(slot, event.cause, event.removed, now)
         elif event.removed and slot.state is SlotState.EMPTY:
             slot.move(SlotState.REMOVED)
@@ -163,6 +162,12 @@ class SlotRules(Placement):
         out: Effects = []
         if updated:
             self._place_all(now, out)  # what waits for these weights
+        return out
+
+    def _gave_up(self, event: ev.GivenUp, now: float) -> Effects:
+        self.given_up = event.slots
+        out: Effects = []
+        self._place_all(now, out)  # away from a home that is lost, or to their end
         return out
 
     # -- time -------------------------------------------------------------------------------------------------
