@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from belayer import config as configs
-from belayer import fleet_keys
+from belayer import config_check, fleet_keys
+from belayer.errors import ConfigInvalid
 from belayer.messages.common import Done
 from belayer.messages.control import HostStatus, HostStatusReply, RestoreSlot
 from belayer.messages.sandbox import Lineages, ListLineage, ListSandboxes, SandboxList
@@ -73,17 +74,26 @@ def config() -> None:
     pass
 
 
-@config.command("check", help="Check FILE (default: the host's own) as the daemons do.")
+@config.command("check")
 @click.argument("file", type=click.Path(path_type=Path), required=False)
 @verb
 def check(paths: Paths, as_json: bool, timeout: float, file: Path | None) -> int:
+    """Check FILE (default: the host's own) as the daemons do: keys and what they say together, keys of the fleet, what
+    the models' files and vLLM's parsers allow. What hangs on this machine is a warning on stderr."""
     path = file or paths.config
     found = configs.load(path)
     if found.fleet.listen:
         fleet_keys.of_fleet(Path(found.fleet.keys), found.host.name, [peer.name for peer in found.peer])
+    seen = list(config_check.findings(found))
+    fatal = next((one for one in seen if one.fatal), None)
+    for one in seen:
+        if one is not fatal:
+            click.echo(f"belayerctl: {path}: {'' if one.fatal else 'warning: '}{one.key}: {one.said}", err=True)
+    if fatal is not None:
+        raise ConfigInvalid(f"{path}: {fatal.key}: {fatal.said}")
     if as_json:
         emit_json(found)
     else:
         slots = ", ".join(slot.name for slot in found.slot) or "none"
-        console().print(f"{path}: good; slots: {slots}")
+        console().print(f"{path}: good{', with warnings' if seen else ''}; slots: {slots}")
     return OK
