@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ import pytest
 from belayer.errors import Fenced, SlotUnknown, WorkerGone
 from belayer.paths import Paths
 from belayerd.router.journal_reader import read
-from tests.support.router_host import FakeWorker, RouterHost
+from tests.support.router_host import TREE, FakeWorker, RouterHost
 from tests.support.streams import Seen, Stream, chat, completion, tokens_in
 from tests.support.wait import eventually
 
@@ -294,6 +297,46 @@ def test_a_client_mistake_is_4xx_and_harms_nobody(host: RouterHost, name: str) -
     assert httpx.get(f"{host.url}/health", timeout=120).status_code == 200
     after = host.status()
     assert (after.failed_total, after.running, after.waiting) == (before.failed_total, 0, 0)
+
+
+def test_slots_that_all_gave_up_are_told_at_once(host: RouterHost) -> None:
+    """Whatever request_deadline_s says: none of them comes back by itself. A stream that waits, new requests, an admin
+    call; and when one is on its way again, requests wait as before."""
+    before = fresh(host, "s0")
+    fake = host.worker("s0", "--hold-at", "3")
+    stream = Stream(host.url, "/v1/completions", completion(TOKENS))
+    stream.start()
+    held(host, "s0", before + 3)
+    die(host, fake, gone=True)
+    eventually(lambda: host.status().waiting == 1, what="it waits for another worker")
+    body = {"model": "smollm2", "prompt": "x", "max_tokens": 5}
+    with host.given_up("s0", "s1", "s2"):
+        seen = stream.result()
+        assert len(seen.token_ids) == 3
+        assert "all slots of this host have given up" in seen.errors[0]["message"]
+        answer = httpx.post(f"{host.url}/v1/completions", json=body, timeout=300)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "no_healthy_slot")
+        assert "all slots of this host have given up" in answer.json()["error"]["message"]
+        assert int(answer.headers["retry-after"]) > 0
+        admin = httpx.post(f"{host.url}/reset_prefix_cache", timeout=300)
+        assert (admin.status_code, "has given up" in admin.text) == (503, True)
+        assert host.status().given_up == ("s0", "s1", "s2")
+    with host.given_up("s0", "s1"):
+        later = Stream(host.url, "/v1/completions", completion(TOKENS))
+        later.start()
+        eventually(lambda: host.status().waiting == 1, what="s2 may come, so it waits")
+        host.worker("s2")
+        assert later.result().finishes
+
+
+def test_no_fleet_is_said_by_exit_2(host: RouterHost) -> None:
+    for words in (["fleet"], ["fleet", "--json"]):
+        command = [sys.executable, "-m", "belayerctl", *words]
+        env = {**os.environ, "BELAYER_ROOT": str(host.root)}
+        done = subprocess.run(command, cwd=TREE, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert "is in no fleet: fleet.listen is not set" in done.stderr
+        assert bool(done.stdout) == ("--json" in words)
 
 
 def test_a_request_that_kills_workers_is_ended_and_its_siblings_freed(host: RouterHost) -> None:

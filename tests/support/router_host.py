@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -19,7 +21,14 @@ from belayer import wire
 from belayer.errors import BelayerError
 from belayer.localhost import free_port
 from belayer.messages.common import Done, Ping, Pong
-from belayer.messages.router import RegisterWorker, RouterSlot, RouterStatus, RouterStatusReply, UnregisterWorker
+from belayer.messages.router import (
+    RegisterWorker,
+    RouterSlot,
+    RouterStatus,
+    RouterStatusReply,
+    SlotsGivenUp,
+    UnregisterWorker,
+)
 from belayer.messages.worker import WorkerStatus, WorkerStatusReply
 from belayer.paths import Paths
 from belayer.rpc import SyncClient, call_sync, decode_reply
@@ -161,6 +170,15 @@ class RouterHost:
         return self.rpc.call(
             UnregisterWorker(slot=fake.slot, generation=fake.generation, gone=gone, reason=reason), Done, 60.0
         )
+
+    @contextmanager
+    def given_up(self, *slots: str) -> Iterator[None]:
+        """belayerd's word that only an operator brings these slots back, taken back in the end."""
+        self.rpc.call(SlotsGivenUp(slots=slots), Done)
+        try:
+            yield
+        finally:
+            self.rpc.call(SlotsGivenUp(slots=()), Done)
 
     def kill_and_return(self) -> None:
         """SIGKILL the router; start it again; register the workers that live, as belayerd does."""

@@ -87,6 +87,32 @@ def test_one_spare_is_called_for_each_quarantined_slot_of_its_model() -> None:
     assert policy.spares_to_call([out, view("spare0", "reserve", spare=True, waiting=True, model="other")]) == []
 
 
+def outlook(state: str, workers: int, gave_up: bool = False) -> policy.Outlook:
+    return policy.Outlook(slot="s", state=state, gave_up=gave_up, workers=workers)
+
+
+@pytest.mark.parametrize(
+    ("slot", "missing", "blocked", "lost"),
+    [
+        (outlook("quarantined", 0, True), False, False, True),
+        (outlook("quarantined", 0, True), True, False, True),  # the device waits for an operator, whoever comes back
+        (outlook("empty", 0, True), False, False, True),
+        (outlook("empty", 0, True), True, False, False),  # tried again when the owner is back, or an update has ended
+        (outlook("empty", 0, True), True, True, True),  # what is missing has refused to start
+        (outlook("empty", 0), False, False, False),  # not tried yet
+        (outlook("arming", 0), False, False, False),
+        (outlook("arming", 0), False, True, True),  # no zygote, so no worker
+        (outlook("arming", 1), False, True, False),  # that one was forked before
+        (outlook("exposed", 1, True), False, True, False),  # it serves
+        (outlook("protected", 2), False, True, False),
+        (outlook("handover", 1), False, True, False),
+        (outlook("reserve", 1), False, True, False),
+    ],
+)
+def test_who_comes_back_without_an_operator(slot: policy.Outlook, missing: bool, blocked: bool, lost: bool) -> None:
+    assert policy.beyond_help([slot], missing=missing, blocked=blocked) == (("s",) if lost else ())
+
+
 @pytest.mark.parametrize(
     ("leader", "rank", "hung"),
     [

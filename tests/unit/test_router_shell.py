@@ -14,7 +14,7 @@ import structlog
 import zmq
 import zmq.asyncio
 
-from belayer.errors import BadMessage, BelayerError
+from belayer.errors import BadMessage, BelayerError, NoHealthySlot
 from belayer.messages.worker import Stamp
 from belayerd.router import events as ev
 from belayerd.router.core import Core, Limits
@@ -162,6 +162,23 @@ def test_a_waiting_request_ends_by_the_timer() -> None:
         assert await sink.failed.get() == "r no_healthy_slot"
 
     play(story, sink, Limits(waiting_s=0.05))
+
+
+def test_an_admin_call_does_not_wait_for_slots_that_gave_up() -> None:
+    async def story(scene: Scene) -> None:
+        waiting = asyncio.create_task(scene.shell.some_slot(3600.0))
+        other = asyncio.create_task(scene.shell.some_slot(3600.0, "t"))
+        scene.shell.given_up(["s"])
+        with pytest.raises(NoHealthySlot, match="every slot has given up"):
+            await waiting
+        assert not other.done(), "this one may come"
+        scene.shell.given_up(["t"])
+        with pytest.raises(NoHealthySlot, match="t has given up"):
+            await other
+        await scene.join()
+        assert await scene.shell.some_slot(3600.0) == ["s"]
+
+    play(story, Heard(), Limits(slots=frozenset("s")))
 
 
 def test_a_broken_invariant_ends_the_watch() -> None:
