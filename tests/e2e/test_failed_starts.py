@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from belayer import procs
@@ -130,6 +131,15 @@ def link_of(fd: Path) -> str:
         return ""
 
 
+def asked(host: LocalHost, status: int) -> str:
+    """What a client is answered, with this status."""
+    host.until("the router", lambda s: bool(s.router), 300.0)
+    body = {"model": "smollm2", "prompt": "x", "max_tokens": 2}
+    answer = httpx.post(f"{host.status().router_url}/v1/completions", json=body, timeout=600)
+    assert answer.status_code == status, answer.text
+    return answer.text
+
+
 @contextmanager
 def wrong_byte(host: SaboteurHost, rank: int) -> Iterator[None]:
     """The lowest bit of the last weight of a rank's part is another one in the owner's memory."""
@@ -169,8 +179,10 @@ def test_a_main_that_does_not_start_quarantines_with_its_words(host: SaboteurHos
     assert "main did not start: HostUnfit: no such device, on purpose" in reason
     last = slot(host.status(), ONE).last_incident
     assert last is not None
+    assert "all slots of this host have given up" in asked(host, 503), "not after router.request_deadline_s"
     assert last.detail == f"pid {pid} ended (pidfd): killed by signal 9 (SIGKILL)"
     mended(host)
+    asked(host, 200)
     known = {worker.worker_id for row in host.status().slots for worker in row.workers}
     folder = host.paths.run / "w"
 
@@ -188,12 +200,13 @@ def test_a_zygote_that_does_not_start_is_told_once_with_its_words() -> None:
     try:
         lock = OnlyOne(host.paths.run, "zygote")
         host.start(ROLLOUT)
-        with pytest.raises(WorkerFailed, match="the zygote did not start: HostUnfit: zygote already runs below"):
+        with pytest.raises(WorkerFailed, match="the zygote did not start: AlreadyRuns: zygote already runs below"):
             host.until_protected()
         status = host.status()
         assert f"log at {host.paths.log('zygote')}" in status.zygote
         alert = eventually(host.alerted, what="the alert")
         assert [(row["state"], row["reason"]) for row in alert] == [("zygote", status.zygote)]
+        assert "all slots of this host have given up" in asked(host, 503), "no client waits for it either"
         del lock
     finally:
         host.stop()

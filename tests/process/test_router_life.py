@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from belayer import refusals
 from belayer.localhost import free_port
 from belayer.messages.common import Ping, Pong
 from belayer.paths import Paths
@@ -53,6 +54,9 @@ def test_a_port_in_use_is_named(root: Path) -> None:
         port = holder.getsockname()[1]
         Paths(root).config.write_text(config_text(port, ["s0"]))
         assert f"port {port} of 127.0.0.1 is in use" in refused(root)
+    said = refusals.why_silent(Paths(root).run, "router")
+    assert said.startswith("belayer-router refused to start ")
+    assert f"port {port} of 127.0.0.1 is in use" in said
 
 
 def test_a_missing_configuration_is_named(root: Path) -> None:
@@ -116,6 +120,8 @@ def test_a_router_stopped_while_it_starts_leaves_nothing(root: Path) -> None:
     process, log = spawn_router(root)
     try:
         eventually(lambda: listens(port), what="the port is taken: it goes on to import vLLM")
+        loading = f"belayer-router does not answer: pid {process.pid} is loading, or hangs"
+        assert refusals.why_silent(Paths(root).run, "router") == loading
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0
     finally:
