@@ -60,8 +60,8 @@ class SlotRules(Placement):
             return []
         slot.move(SlotState.EMPTY)
         out: Effects = [ev.Disconnect(slot.name, event.worker_id)]
-        if slot.remote:
-            self._place_all(now, out)  # no shadow takes its place: others may have its requests at once
+        if slot.remote or self.beyond_help():
+            self._place_all(now, out)  # no shadow takes its place: others may have its requests at once, or none
         return out
 
     def _unregister(self, event: ev.Unregister, now: float) -> Effects:
