@@ -106,8 +106,9 @@ def _memory(config: Config, weights: Counter[str], machine: int) -> Iterator[Fin
         parts = f"weights take {_mib(once)} MiB, arenas {_mib(arenas)}, packed matrices {_mib(packed)}"
         yield Finding("slot.kv_bytes", f"{parts}, {told}", fatal=False)
     elif once + arenas + packed + twice > machine:
-        said = f"{_mib(once + arenas + packed)} MiB, an update {_mib(twice)} more ([[model]] update = \"in_place\": none)"
-        yield Finding("model.update", f"weights and arenas take {said}, {told}", fatal=False)
+        more = f'an update {_mib(twice)} more (update = "in_place": none)'
+        said = f"weights and arenas take {_mib(once + arenas + packed)} MiB, {more}, {told}"
+        yield Finding("model.update", said, fatal=False)
     keeper = config.envkeeper
     waiting = keeper.pool * keeper.memory_mb << 20 if keeper.enabled else 0
     if waiting > machine:

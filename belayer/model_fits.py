@@ -1,7 +1,7 @@
 """Whether what a slot asks of a model is what its files allow, as vLLM and the owner of the weights judge it. Pure.
 
-Each answer is "" unless it is certain: a model of a kind that is not known here is left to vLLM, which refuses it at the
-start. The rules are vLLM 0.32's (config/model.py, model_arch_config_convertor.py, kv_cache_utils.py).
+Each answer is "" unless it is certain: a model of a kind that is not known here is left to vLLM, which refuses it at
+the start. The rules are vLLM 0.32's (config/model.py, model_arch_config_convertor.py, kv_cache_utils.py).
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def _longest(text: Mapping[str, Any]) -> tuple[str, float]:
     own = text.get("model_max_length")
     if _number(own) and own:
         return "model_max_length", own
-    return min(((key, text[key]) for key in _LENGTHS if _number(text.get(key))), key=lambda row: row[1], default=("", 0))
+    found = [(key, text[key]) for key in _LENGTHS if _number(text.get(key))]
+    return min(found, key=lambda row: row[1], default=("", 0))
 
 
 def _scaling(text: Mapping[str, Any]) -> float:

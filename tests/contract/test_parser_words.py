@@ -1,4 +1,4 @@
-"""What belayer.parser_words says of vLLM's parsers, against vLLM: every name, and what each must find in a tokenizer."""
+"""What belayer.parser_words says of vLLM's parsers, against vLLM: names, and what each must find in a tokenizer."""
 
 from __future__ import annotations
 
