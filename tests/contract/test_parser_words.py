@@ -42,7 +42,7 @@ def test_each_of_these_words_must_be_there(name: str) -> None:
     words = parser_words.NEEDS[name]
     made(name, *words)
     for left_out in words:
-        with pytest.raises((RuntimeError, ValueError), match="(?i)token"):
+        with pytest.raises((RuntimeError, ValueError), match=r"(?i)token"):
             made(name, *(word for word in words if word != left_out))
 
 

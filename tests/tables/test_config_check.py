@@ -241,8 +241,7 @@ def test_memory_is_added_up_and_warned_of(tmp_path: Path) -> None:
     assert seen(file, (17 << 20) - 1) == [
         (
             "model.update",
-            'weights and arenas take 13 MiB, an update 4 more (update = "in_place": none), '
-            "and this machine has 16 MiB",
+            'weights and arenas take 13 MiB, an update 4 more (update = "in_place": none), and this machine has 16 MiB',
             False,
         )
     ]
