@@ -7,7 +7,7 @@ the start. The rules are vLLM 0.32's (config/model.py, model_arch_config_convert
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -128,5 +128,5 @@ def _slides(text: Mapping[str, Any]) -> bool:
     return bool(text.get("sliding_window")) and text.get("use_sliding_window") is not False
 
 
-def _number(value: Any) -> bool:
+def _number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -10,8 +10,9 @@ from vllm.tool_parsers import ToolParserManager
 
 from belayer import parser_words
 
-# They want more of a tokenizer than a vocabulary; nothing is said about them.
-UNTOLD = {"hy_v3", "hy_v4"}  # their words have a suffix that the tokenizer names
+# Nothing is said about these: words with a suffix that the tokenizer names (hy_*), its response template (hf), another
+# kind of tokenizer (mistral).
+UNTOLD = {"hy_v3", "hy_v4", "hf", "mistral"}
 
 
 class Words:
