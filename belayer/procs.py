@@ -13,6 +13,9 @@ import hashlib
 import os
 import select
 import signal
+import socket
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from belayer.clock import cpu_clock_s, monotonic
@@ -144,6 +147,17 @@ def wait_dead(pidfds: list[int], deadline_s: float) -> list[int]:
     return sorted(alive)
 
 
+def listener(path: Path) -> int:
+    """Pid of the process that listens at a stream socket; 0 when none does. It need not answer: a stopped one is named
+    too (unix(7), SO_PEERCRED)."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC) as probe:
+        try:
+            probe.connect(str(path))
+        except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+            return 0
+        return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
 def boot_id() -> str:
     """Differs in each boot: pids and monotonic times in a state file mean nothing after one."""
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -164,6 +178,7 @@ class Cgroups:
     def __init__(self, tag: str) -> None:
         self.base: Path | None = None
         self.kind = "session"
+        self._busy: set[str] = set()  # groups that could not be removed yet
         own = self._own()
         if own is None:
             return
@@ -237,15 +252,30 @@ class Cgroups:
         return not self.pids(worker_id)
 
     def remove(self, worker_id: str) -> None:
+        """The group of a dead worker. A process that was seen dead may be a moment away from having left it (EBUSY):
+        then it is removed with a later one."""
         if self.base is None:
             return
-        try:
-            (self.base / worker_id).rmdir()
-        except FileNotFoundError:
-            return
-        except OSError as why:
-            if why.errno != errno.EBUSY:  # a zombie is still being reaped; swept at the next removal
-                raise
+        self._busy.add(worker_id)
+        for name in tuple(self._busy):
+            try:
+                (self.base / name).rmdir()
+            except FileNotFoundError:
+                pass
+            except OSError as why:
+                if why.errno != errno.EBUSY:
+                    raise
+                continue
+            self._busy.discard(name)
+
+    def tree(self, worker_id: str, pid: int, started: int) -> list[int]:
+        """Pids of a worker's tree that can still run: of its control group; where it has none, of the session of its
+        leader ``pid``, which began at tick ``started``. A session keeps its number from being given again while it has
+        a process (POSIX, process ID reuse): a ``pid`` that began at another time says that nothing is left."""
+        if self.base is not None and (self.base / worker_id).is_dir():
+            return self.pids(worker_id)
+        # Session 0 is that of strangers: kernel threads, and what came into a container from outside.
+        return [] if pid <= 0 or start_time(pid) not in (0, started) else session_pids(pid)
 
 
 def _wait_unpopulated(folder: Path, deadline_s: float) -> bool:
@@ -279,18 +309,19 @@ def session_pids(leader: int) -> list[int]:
 
 
 def kill_tree(
-    cgroups: Cgroups, worker_id: str, pid: int, pidfd: int | None, deadline_s: float
+    cgroups: Cgroups, worker_id: str, pid: int, started: int, pidfd: int | None, deadline_s: float
 ) -> tuple[int, list[int]]:
     """SIGKILL the whole tree of a worker and wait until all of it is dead. Blocking: use a thread.
 
-    ``pidfd`` None: the leader has ended, what it left behind has not necessarily. Returns (processes seen dead,
-    pids still alive at the deadline). A stopped process dies of SIGKILL as well.
+    ``pid``, ``started``: of its leader, as ``Cgroups.tree`` takes them. ``pidfd`` None: nobody holds one, mostly since
+    the leader has ended; what it left behind has not necessarily. Returns (processes seen dead, pids still alive at
+    the deadline). A stopped process dies of SIGKILL as well.
     """
     end = monotonic() + deadline_s
     fds: dict[int, int] = {} if pidfd is None else {pidfd: pid}
     own: list[int] = []
-    for other in cgroups.pids(worker_id) if cgroups.base is not None else session_pids(pid):
-        if other == pid:
+    for other in cgroups.tree(worker_id, pid, started):
+        if other == pid and pidfd is not None:
             continue
         try:
             own.append(os.pidfd_open(other))
@@ -305,25 +336,27 @@ def kill_tree(
     finally:
         for fd in own:
             os.close(fd)
-    left = left or _wait_empty(cgroups, worker_id, end)
+    left = left or _end_rest(lambda: cgroups.tree(worker_id, pid, started), end)
     return len(fds) - len(left), left
 
 
-def _wait_empty(cgroups: Cgroups, worker_id: str, end: float) -> list[int]:
-    """Wait for the end of what was forked while the group was being killed: cgroup.kill reaches it, no pidfd of ours
-    does. Returns what still lives at ``end`` (monotonic)."""
-    while pids := cgroups.pids(worker_id):
+def _end_rest(tree: Callable[[], list[int]], end: float) -> list[int]:
+    """Kill and wait for what was forked while the tree was being killed: cgroup.kill reaches it in a group, nothing has
+    in a session, and no pidfd of ours does. Returns what still lives at ``end`` (monotonic)."""
+    while pids := tree():
         fds = []
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 fds.append(os.pidfd_open(pid))
         try:
+            for fd in fds:
+                _sigkill(fd)
             alive = wait_dead(fds, max(0.0, end - monotonic()))
         finally:
             for fd in fds:
                 os.close(fd)
         if alive or monotonic() >= end:
-            return cgroups.pids(worker_id)
+            return tree()
     return []
 
 

@@ -125,17 +125,17 @@ class Actions:
         return done.detail
 
     async def _fence(self, target: Target) -> str:
-        said = "no old tree"
-        if target.old is not None:
+        said, old = "no old tree", target.old
+        if old is not None:
             dead, alive = await asyncio.to_thread(
-                kill_tree, self._cgroups, target.old.worker_id, target.old.pid, target.old_pidfd, self._fence_s
+                kill_tree, self._cgroups, old.worker_id, old.pid, old.start_time, target.old_pidfd, self._fence_s
             )
             if alive:
                 raise HandoverFailed(
-                    f"old tree of {target.old.worker_id} not dead in {self._fence_s:g} s: pids {alive}",
+                    f"old tree of {old.worker_id} not dead in {self._fence_s:g} s: pids {alive}",
                     kept="the arena stays with its old holder",
                 )
-            said = f"{dead} process(es) of {target.old.worker_id} seen dead"
+            said = f"{dead} process(es) of {old.worker_id} seen dead"
         return f"{said}; {await self._free_arena(target.slot)}"
 
     async def _free_arena(self, slot: str) -> str:
@@ -268,7 +268,7 @@ class Actions:
 
     async def kill(self, worker: Ref, pidfd: int | None) -> str:
         dead, alive = await asyncio.to_thread(
-            kill_tree, self._cgroups, worker.worker_id, worker.pid, pidfd, self._fence_s
+            kill_tree, self._cgroups, worker.worker_id, worker.pid, worker.start_time, pidfd, self._fence_s
         )
         return f"{dead} dead, {len(alive)} alive {alive or ''}".strip()
 

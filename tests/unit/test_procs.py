@@ -55,8 +55,9 @@ def test_a_whole_tree_is_seen_dead(tree: subprocess.Popen[bytes], kind: str, sto
     if stopped:
         os.kill(tree.pid, signal.SIGSTOP)
         eventually(lambda: procs.state(tree.pid) == "T", what="stopped")
-    pidfd = procs.open_pidfd(tree.pid, procs.start_time(tree.pid))
-    dead, left = procs.kill_tree(groups, "slot0-aa", tree.pid, pidfd, 5.0)
+    started = procs.start_time(tree.pid)
+    pidfd = procs.open_pidfd(tree.pid, started)
+    dead, left = procs.kill_tree(groups, "slot0-aa", tree.pid, started, pidfd, 5.0)
     assert (dead, left) == (4, [])
     assert procs.is_dead(pidfd)
     os.close(pidfd)
@@ -68,10 +69,68 @@ def test_a_whole_tree_is_seen_dead(tree: subprocess.Popen[bytes], kind: str, sto
 
 
 def test_a_tree_that_outlives_its_leader_is_found(tree: subprocess.Popen[bytes]) -> None:
+    started = procs.start_time(tree.pid)
     os.kill(tree.pid, signal.SIGKILL)
     tree.wait(60)
-    dead, left = procs.kill_tree(_NoCgroup(), "slot0-aa", tree.pid, None, 5.0)
+    dead, left = procs.kill_tree(_NoCgroup(), "slot0-aa", tree.pid, started, None, 5.0)
     assert (dead, left) == (3, [])
+
+
+def test_a_stranger_that_has_the_pid_now_is_left_alone(tree: subprocess.Popen[bytes]) -> None:
+    """The leader began at another time: this session, of the same number, is somebody else's. Nor is session 0 ours."""
+    started = procs.start_time(tree.pid)
+    assert procs.kill_tree(_NoCgroup(), "slot0-aa", tree.pid, started - 1, None, 60.0) == (0, [])
+    assert len(procs.session_pids(tree.pid)) == 4
+    assert _NoCgroup().tree("slot0-aa", 0, 0) == []
+
+
+def test_a_worker_of_another_cgroup_folder_is_still_its_session(tree: subprocess.Popen[bytes]) -> None:
+    """A belayerd that is started again from another login has another folder than the life that made the worker."""
+    groups = procs.Cgroups(f"test-{os.getpid()}")
+    assert groups.base is not None
+    started = procs.start_time(tree.pid)
+    pidfd = procs.open_pidfd(tree.pid, started)
+    try:
+        assert procs.kill_tree(groups, "slot0-aa", tree.pid, started, pidfd, 60.0) == (4, [])
+    finally:
+        os.close(pidfd)
+        groups.base.rmdir()
+
+
+def test_a_group_that_cannot_be_removed_yet_goes_with_a_later_one(tree: subprocess.Popen[bytes]) -> None:
+    groups = procs.Cgroups(f"test-{os.getpid()}")
+    assert groups.base is not None
+    folder = Path(groups.make("slot0-aa"))
+    (folder / "cgroup.procs").write_text(str(tree.pid))
+    groups.remove("slot0-aa")
+    assert folder.exists(), "a process was in it"
+    os.kill(tree.pid, signal.SIGKILL)
+    tree.wait(60)
+    eventually(lambda: "populated 0" in (folder / "cgroup.events").read_text(), what="an empty group")
+    groups.make("slot0-bb")
+    groups.remove("slot0-bb")
+    assert not folder.exists()
+    groups.base.rmdir()
+
+
+def test_who_listens_at_a_socket_is_named_though_it_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    assert procs.listener(path) == 0
+    script = (
+        "import socket, sys\ns = socket.socket(socket.AF_UNIX)\ns.bind(sys.argv[1])\ns.listen(1)\n"
+        "print('up', flush=True)\nsys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"
+        os.kill(child.pid, signal.SIGSTOP)
+        eventually(lambda: procs.state(child.pid) == "T", what="stopped")
+        assert procs.listener(path) == child.pid
+        child.kill()
+    assert path.exists()
+    assert procs.listener(path) == 0, "a killed one leaves its file behind"
 
 
 def test_a_tree_that_forks_while_it_is_killed_is_waited_for() -> None:
@@ -90,13 +149,32 @@ def test_a_tree_that_forks_while_it_is_killed_is_waited_for() -> None:
             child = subprocess.Popen([sys.executable, "-c", script, groups.make(name)], stdout=subprocess.PIPE)
             assert child.stdout is not None
             assert child.stdout.readline() == b"up\n"
-            _, left = procs.kill_tree(groups, name, child.pid, None, 30.0)
+            _, left = procs.kill_tree(groups, name, child.pid, procs.start_time(child.pid), None, 30.0)
             assert left == []
             assert child.wait(60) == -signal.SIGKILL
             child.stdout.close()
     finally:
         groups.remove_all()
     assert not groups.base.exists()
+
+
+def test_in_a_session_what_is_forked_while_it_is_killed_dies_too() -> None:
+    """No cgroup.kill reaches it there: it takes another look."""
+    script = (
+        "import os, signal\nprint('up', flush=True)\n"
+        "for _ in range(500):\n    if os.fork() == 0:\n        signal.pause()\nsignal.pause()\n"
+    )
+    for _ in range(3):
+        child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"
+        _, left = procs.kill_tree(_NoCgroup(), "slot0-aa", child.pid, procs.start_time(child.pid), None, 60.0)
+        rest = procs.session_pids(child.pid)
+        for pid in rest:
+            os.kill(pid, signal.SIGKILL)
+        assert (left, rest) == ([], [])
+        assert child.wait(60) == -signal.SIGKILL
+        child.stdout.close()
 
 
 def test_a_process_lives_until_its_last_thread_has_ended() -> None:
