@@ -53,7 +53,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
     """A handover under way: ``done`` actions of ``plan`` are complete. ``old`` is None for a first main.
-    ``detected_at``: monotonic. ``serial`` counts the actions begun, so that the end of an abandoned one is stale."""
+    ``detected_at``: monotonic. ``serial`` counts the actions begun, so that the end of an abandoned one is stale.
+    ``waits``: the action has failed and is begun again after a Wait."""
 
     incident_id: str
     cause: Cause
@@ -63,6 +64,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     old: Ref | None
     detected_at: float
     serial: int = 0
+    waits: bool = False
     timings: tuple[Timing, ...] = ()
 
     @property

@@ -18,6 +18,7 @@ from belayerd.pair import (
     ActionFailed,
     Alert,
     Announce,
+    BackoffOver,
     Cause,
     Effect,
     Event,
@@ -213,7 +214,7 @@ def _perform(pair: Pair) -> Out:
     assert running is not None
     action = running.action
     assert action is not None
-    running = msgspec.structs.replace(running, serial=running.serial + 1)
+    running = msgspec.structs.replace(running, serial=running.serial + 1, waits=False)
     worker = pair.shadow if pair.state is State.HANDOVER else None
     perform = Perform(
         action=action, serial=running.serial, worker=worker, old=running.old, generation=pair.generation + 1
@@ -277,12 +278,14 @@ def _repeat(pair: Pair, event: WorkerLost, now: float) -> Out:
 def _quarantine(pair: Pair, reason: str) -> Out:
     running = pair.running
     workers = [ref for ref in (running.old if running else None, pair.main, pair.shadow) if ref is not None]
-    effects: list[Effect] = [Save(), Withdraw(generation=pair.generation, reason=reason)]
-    effects += [Kill(worker=worker) for worker in workers]
-    effects += [QuarantineArena(reason=reason)]
+    effects: list[Effect] = [Save()]
+    # Told first: peers may take half a minute, and a belayerd that is killed meanwhile does the rest in its next life,
+    # but alerts nobody a second time.
     if running is not None:
         effects += [Record(running=running, outcome=f"quarantined: {reason}")]
-    effects += [Alert(reason=reason)]
+    effects += [Alert(reason=reason), Withdraw(generation=pair.generation, reason=reason)]
+    effects += [Kill(worker=worker) for worker in workers]
+    effects += [QuarantineArena(reason=reason)]
     after = _set(pair, state=State.QUARANTINED, main=None, shadow=None, running=None, reason=reason, failed_starts=0)
     return after, effects
 
@@ -381,11 +384,16 @@ def action_failed(pair: Pair, event: Event, now: float, limits: policy.Limits) -
     if event.worker_gone and pair.shadow is not None:
         return _drop_candidate(pair, pair.shadow, f"worker lost: {event.reason}", now, limits)
     if event.not_yet or BY_ACTION[event.action].on_failure is OnFailure.RETRY:
-        return _set(pair, reason=f"{event.action}: {event.reason}"), [Wait(seconds=limits.retry_s)]
+        running = msgspec.structs.replace(running, waits=True)
+        return _set(pair, running=running, reason=f"{event.action}: {event.reason}"), [Wait(seconds=limits.retry_s)]
     return _quarantine(pair, f"{event.action} failed: {event.reason}")
 
 
 def retry(pair: Pair, event: Event, now: float, limits: policy.Limits) -> Out:
+    """The wait may be an older one, of a start: an action that is under way is not begun beside itself, since one of
+    two (a lease, a generation) would be refused by the worker, which is a failed gate. A new life begins it again."""
+    if isinstance(event, BackoffOver) and not (pair.running and pair.running.waits):
+        return pair, []
     return _perform(_set(pair, reason=""))
 
 

@@ -96,3 +96,25 @@ def test_quarantine_is_completed_after_a_crash() -> None:
         assert world.routed is None
         assert world.alive == set()
     assert points > 4
+
+
+def test_a_quarantine_is_told_before_any_peer_is_asked() -> None:
+    """Peers may take half a minute; a belayerd that is killed meanwhile does the rest in its next life, and alerts
+    nobody then."""
+    cut = 0
+    for stop_after in range(200):
+        world = protected()
+        _kill_main(world)
+        world.drain()
+        _kill_main(world)
+        world.performed, world.stop_after = 0, stop_after
+        try:
+            world.drain()
+        except Stopped:
+            begun = world.routed is None or world.quarantined
+            told = bool(world.alerts) and world.outcomes[-1].startswith("quarantined")
+            assert told or not begun
+            cut += begun
+            continue
+        break
+    assert cut > 2

@@ -118,6 +118,24 @@ def test_a_router_that_is_down_is_waited_for(action: Action) -> None:
 
 
 @pytest.mark.parametrize("at", range(len(HANDOVER)))
+def test_an_older_wait_begins_no_action_beside_itself(at: int) -> None:
+    """A start failed and its wait is still running when the main is lost: its end falls into the handover. A second
+    lease, or a second generation, would be refused by the worker, and a refusal is a failed gate."""
+    world = protected()
+    assert world.pair.main is not None
+    world.lose(world.pair.main.worker_id)
+    while world.pair.running is None or world.pair.running.done < at:
+        world.send(world.pending.pop(0))
+    begun = world.pair.running.serial
+    world.send(p.BackoffOver())
+    assert world.pair.running is not None
+    assert world.pair.running.serial == begun
+    world.drain()
+    assert world.pair.protected
+    assert world.pair.generation == 2
+
+
+@pytest.mark.parametrize("at", range(len(HANDOVER)))
 def test_candidate_dying_at_each_action_is_replaced(at: int) -> None:
     world = protected()
     main, shadow = world.pair.main, world.pair.shadow
