@@ -120,7 +120,8 @@ class Updates:
                 # After the wait: its place may have been taken, and the handover just ended is one it must know of.
                 self._roll.fence(opener.trainer, opener.epoch)
                 self._roll.refuse_owed(model)
-                done = await asyncio.gather(*(self._pause(slot) for slot in slots))
+                done = await asyncio.gather(*(self._pause(slot, self._patience(model, opener)) for slot in slots))
+                self._refuse_moving(model, slots, done)
                 info = await self._info(model)
             except BelayerError:
                 await self._finish(model)
@@ -219,13 +220,33 @@ class Updates:
             raise WeightsBroken(f"the weights owner (pid {status.pid}) does not hold {model}")
         return row
 
-    async def _pause(self, slot: UpdatedSlot) -> SlotWeights:
+    def _patience(self, model: str, opener: Opener) -> float:
+        """A long step is legal, and its main pauses after it. In place that is waited for as long as the writer waits:
+        a main that hangs is seen by its watcher meanwhile."""
+        step = self._limits.step_deadline_s
+        return max(step, opener.until - monotonic()) if self._in_place[model] else step
+
+    def _refuse_moving(self, model: str, slots: Sequence[UpdatedSlot], rows: Sequence[SlotWeights]) -> None:
+        """A main that may still be inside a step would compute with bytes of two versions (promise R4)."""
+        moving = [
+            row.reason
+            for slot, row in zip(slots, rows, strict=True)
+            if row.reason and slot.settled() and slot.seats()[0] is not None
+        ]
+        if self._in_place[model] and moving:
+            raise Refused(
+                f"a main of {model} does not pause: {'; '.join(moving)}",
+                kept="the last version, nothing was written",
+                remedy="try again, with a longer within_s where steps are long",
+            )
+
+    async def _pause(self, slot: UpdatedSlot, within: float) -> SlotWeights:
         main, shadow = slot.seats()
         watch, reason = Stopwatch(), ""
         if main is not None:
             try:
-                await main.link.call(Pause(generation=main.generation), Done, self._limits.step_deadline_s)
-            except BelayerError as why:  # it is dying or hung: the watcher sees it, and the gate holds its successor
+                await main.link.call(Pause(generation=main.generation), Done, within)
+            except BelayerError as why:  # where it is dying, its watcher sees it, and the gate holds its successor
                 reason = str(why)
         return _row(slot, main, shadow, watch, reason)
 
@@ -259,6 +280,9 @@ class Updates:
                 await seat.link.call(Pause(generation=seat.generation), Done, step)
             message = FollowWeights(version=version)
             reply = await seat.link.call(message, OracleReply, self._limits.follow_deadline_s)
+        elif seat.version < version and status.oracle is not None:
+            # It has followed, and the belayerd that told it to did not live to hear of it.
+            reply = OracleReply(oracle=status.oracle, equal=True, ms=0.0)
         if is_main and (status.paused or reply is not None):
             await seat.link.call(Proceed(generation=seat.generation), Done, step)
         return reply

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from belayer.config import Policy
-from belayer.errors import Fenced, Refused
+from belayer.errors import Fenced, Refused, WorkerFailed, WorkerGone
 from belayer.messages import trainer as m
 from belayer.messages.common import Done
 from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate
@@ -101,12 +101,50 @@ class Slot:
         return Done(detail="")
 
 
+class LongStep(Slot):
+    """Its main is inside a step, and takes no message before its end; or ``dies`` in it."""
+
+    def __init__(self, *, dies: bool = False) -> None:
+        super().__init__()
+        self.dies, self.gone, self.within = dies, False, 0.0
+
+    def seats(self) -> tuple[Seat | None, Seat | None]:
+        return (None, None) if self.gone else super().seats()
+
+    async def call(self, message: msgspec.Struct, reply: type[Any], within: float) -> Any:
+        if isinstance(message, Pause):
+            self.within, self.gone = within, self.dies
+            raise WorkerGone("it has ended") if self.gone else WorkerFailed("no answer")
+        return await super().call(message, reply, within)
+
+
+class FollowedUnheard(Slot):
+    """Its main has moved to version 2 while no belayerd was there; the file says 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.version, self.paused, self.on_file = 2, True, 1
+
+    def seats(self) -> tuple[Seat | None, Seat | None]:
+        link: Any = self
+        return Seat("w1", link, 1, self.on_file, self.paused), None
+
+    def followed(self, worker_id: str, reply: OracleReply) -> None:
+        self.on_file = reply.oracle.weight_version
+
+    async def call(self, message: msgspec.Struct, reply: type[Any], within: float) -> Any:
+        answer = await super().call(message, reply, within)
+        if isinstance(answer, WorkerStatusReply):
+            return msgspec.structs.replace(answer, oracle=Oracle(weight_version=2, token=1, logprob=0.0))
+        return answer
+
+
 class Host:
-    def __init__(self, path: Path) -> None:
-        self.owner, self.slot = Owner(), Slot()
+    def __init__(self, path: Path, slot: Slot | None = None, *, in_place: bool = False) -> None:
+        self.owner, self.slot = Owner(), slot or Slot()
         owner: Any = self.owner
         self.trainers = Trainers(path, [self.slot], (), Log())
-        self.updates = Updates([self.slot], owner, {MODEL: False}, Policy(), Log(), self.trainers)
+        self.updates = Updates([self.slot], owner, {MODEL: in_place}, Policy(), Log(), self.trainers)
 
     async def registered(self) -> int:
         """A new life of trainer "t"; an earlier one is fenced."""
@@ -218,3 +256,49 @@ def test_an_end_asked_again_does_not_end_the_pause_of_the_next_update(tmp_path: 
         assert not host.slot.paused
 
     run(tmp_path / "l", body)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_nothing_is_written_in_place_under_a_main_that_takes_a_step(tmp_path: Path, in_place: bool) -> None:
+    """Its tokens would be of two versions (R4). Beside the last version, a writer harms nobody."""
+
+    async def main() -> None:
+        slot = LongStep()
+        host = Host(tmp_path / "t", slot, in_place=in_place)
+        if in_place:
+            with pytest.raises(Refused, match="does not pause: no answer"):
+                await host.begin("a")
+            assert host.updates.held == set()
+            assert slot.within > Policy().step_deadline_s, "waited for as long as the writer waits"
+        else:
+            await host.begin("a")
+
+    asyncio.run(main())
+
+
+def test_a_main_that_ends_instead_of_pausing_stops_no_update(tmp_path: Path) -> None:
+    """Its successor waits at the gate."""
+
+    async def main() -> None:
+        host = Host(tmp_path / "t", LongStep(dies=True), in_place=True)
+        await host.begin("a")
+        assert host.updates.held == {MODEL}
+
+    asyncio.run(main())
+
+
+def test_a_main_that_followed_unheard_is_asked_once(tmp_path: Path) -> None:
+    """belayerd was killed while its main verified the new version. The next life asked it again every second, and told
+    routers and trainers the old version."""
+
+    async def main() -> None:
+        slot = FollowedUnheard()
+        host = Host(tmp_path / "t", slot)
+        host.owner.version = 2
+        await host.updates.look(await host.owner.status())
+        assert (slot.on_file, slot.paused) == (2, False)
+        assert slot.orders == ["WorkerStatus", "Proceed"]
+        await host.updates.look(await host.owner.status())
+        assert slot.orders == ["WorkerStatus", "Proceed"]
+
+    asyncio.run(main())
