@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from belayer import procs
@@ -152,6 +153,25 @@ def test_a_stream_goes_on_over_an_update_and_back(host: LocalHost) -> None:
     assert incident["outcome"] == "served", "the shadow's oracle equals that of the new weights"
     assert tokens(host)[0] == first
     host.until_protected()
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_an_update_under_a_pause_of_vllms_own(host: LocalHost, mode: str) -> None:
+    """What RL frameworks do: /pause, publish, /resume. The engine takes up nothing that waits then, so the oracle of
+    the new weights waited for itself until the main was taken for one that cannot follow."""
+    before = host.until_protected()
+    version, url = weights(host).version, host.status().router_url
+    stream = long_stream(host) if mode == "keep" else None
+    assert httpx.post(f"{url}/pause", params={"mode": mode}, timeout=60).status_code == 200
+    told = len(stream.seen.token_ids) if stream else 0
+    assert publish(host, TWO if version % 2 else ONE) == version + 1
+    after = all_follow(host, version + 1)
+    assert pids(after, "slot0") == pids(before, "slot0"), "nobody was replaced"
+    assert stream is None or len(stream.seen.token_ids) - told <= 4, "paused"
+    assert httpx.post(f"{url}/resume", timeout=60).status_code == 200
+    tokens(host)
+    if stream is not None:
+        whole(stream)
 
 
 @pytest.mark.parametrize("when", ["before", "inside", "after"])

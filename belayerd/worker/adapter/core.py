@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import structlog
 from vllm.config import VllmConfig
 from vllm.config.reasoning import ReasoningConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import create_request_queue
 from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, EngineCoreRequestType, FinishReason
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
@@ -236,17 +239,37 @@ class Core(EngineCoreProc):
         return int(running), int(waiting)
 
     def run_alone(self, requests: list[EngineCoreRequest], prefixes: dict[str, list[int]]) -> list[EngineCoreOutput]:
-        """Run our own requests to their end and return their outputs; other clients' requests run along."""
+        """Run our own requests to their end and return their outputs; other clients' requests run along, but not under
+        a pause of the engine's own."""
         self._internal = []
         waiting = {request.request_id for request in requests}
-        for request in requests:
-            self._add(request, prefixes.get(request.request_id, []))
-        while waiting:
-            self.turn()
-            waiting -= {out.request_id for out in self._internal if out.finish_reason is not None}
-        while self.has_work() and not self.scheduler.has_unfinished_requests():
-            self.turn()  # the step that clears finished requests out of the runner
+        with self._pause_lifted():
+            for request in requests:
+                self._add(request, prefixes.get(request.request_id, []))
+            while waiting:
+                self.turn()
+                waiting -= {out.request_id for out in self._internal if out.finish_reason is not None}
+            while self.has_work() and not self.scheduler.has_unfinished_requests():
+                self.turn()  # the step that clears finished requests out of the runner
         return self._internal
+
+    @contextmanager
+    def _pause_lifted(self) -> Iterator[None]:
+        """A trainer's /pause takes up nothing that waits, ours neither, which would be waited for without end (an
+        update under a pause is what trainers do). So it is lifted with the others' requests put aside: they stay
+        paused."""
+        scheduler, state = self.scheduler, self.scheduler.pause_state
+        if state is PauseState.UNPAUSED:
+            yield
+            return
+        theirs, scheduler.waiting = scheduler.waiting, create_request_queue(scheduler.policy)
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+        try:
+            yield
+        finally:
+            theirs.prepend_requests(scheduler.waiting)  # what was running and had to wait meanwhile
+            scheduler.waiting = theirs
+            scheduler.set_pause_state(state)
 
     def _out(self, client: int, outputs: EngineCoreOutputs) -> None:
         for output in outputs.outputs:
