@@ -120,12 +120,17 @@ class Paths:
         return self.state / "incidents.db"
 
     def slot_state(self, slot: str) -> Path:
+        """The saved pair (belayerd.saved), of this boot only."""
+        return self.run / "slots" / f"{slot}.msgpack"
+
+    def slot_generation(self, slot: str) -> Path:
+        """What of a slot outlives a boot."""
         return self.state / "slots" / f"{slot}.msgpack"
 
     @property
     def trainers(self) -> Path:
-        """What belayerd owes to trainers (belayerd.replacements)."""
-        return self.state / "trainers.msgpack"
+        """What belayerd owes to trainers (belayerd.replacements), of this boot only."""
+        return self.run / "trainers.msgpack"
 
     @property
     def status_file(self) -> Path:

@@ -14,7 +14,7 @@ import zmq.asyncio
 
 from belayer import wire
 from belayer.clock import monotonic
-from belayer.errors import BelayerError, DaemonUnreachable, WorkerFailed
+from belayer.errors import BelayerError, DaemonUnreachable, WorkerFailed, WorkerGone
 from belayer.messages.owner import (
     ArenaInfo,
     BeginFence,
@@ -55,9 +55,13 @@ class WorkerLink:
         self._life = secrets.token_bytes(8)
         self._next = 0
         self._waiting: dict[bytes, asyncio.Future[bytes]] = {}
+        self._gone = False
         self._reader = asyncio.create_task(self._receive())
 
     async def call(self, message: msgspec.Struct, reply: type[R], within: float) -> R:
+        """Raises WorkerFailed after ``within`` seconds, WorkerGone as soon as the worker has ended."""
+        if self._gone:
+            raise self._has_ended()
         self._next += 1
         call = self._life + self._next.to_bytes(8, "little")
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -81,7 +85,19 @@ class WorkerLink:
             if future is not None and not future.done():
                 future.set_result(frames[2])
 
+    def gone(self) -> None:
+        """The worker has ended: nobody will answer, and whoever waits is told now, not at its deadline. An update that
+        waited those two minutes would hold the successor at the gate meanwhile."""
+        self._gone = True
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._has_ended())
+
+    def _has_ended(self) -> WorkerGone:
+        return WorkerGone(f"worker at {self._path.stem} has ended")
+
     def close(self) -> None:
+        self.gone()
         self._reader.cancel()
         self._socket.close()
 

@@ -104,19 +104,16 @@ class Zygote:
         words = self._paths.last_words("zygote")
         words.unlink(missing_ok=True)
         kills = lastwords.oom_kills("")
-        # In a session of its own and without our pipes: it outlives us, and so do its workers.
-        log = os.open(self._paths.log("zygote"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        command = [sys.executable, "-m", _MODULE, "--config", str(self._config_path)]
         try:
-            child = await asyncio.to_thread(
-                subprocess.Popen, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-        finally:
-            os.close(log)
+            child = await asyncio.to_thread(self._fork)
+        except OSError as why:  # no memory, or no room for its log: neither is a reason to leave slots unwatched
+            self._failures += 1
+            self.hopeless = self._failures >= _HOPELESS
+            raise DaemonUnreachable(f"the zygote cannot be started: {why}") from why
         waited = 0.0
         while child.poll() is None and waited < _IMPORT_S:
             pid = await asyncio.to_thread(self._ping)
-            if pid is not None:
+            if pid:  # one that listens and is slow to answer has no pid yet
                 return pid
             await asyncio.sleep(0.1)
             waited += 0.1
@@ -130,6 +127,15 @@ class Zygote:
         self.hopeless = code == EXIT_CONFIG or self._failures >= _HOPELESS
         said = lastwords.read(words) or lastwords.how(code, child.pid, kills, lastwords.oom_kills(""))
         raise DaemonUnreachable(f"the zygote did not start: {said}; log at {self._paths.log('zygote')}")
+
+    def _fork(self) -> subprocess.Popen[bytes]:
+        """In a session of its own and without our pipes: it outlives us, and so do its workers."""
+        log = os.open(self._paths.log("zygote"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        command = [sys.executable, "-m", _MODULE, "--config", str(self._config_path)]
+        try:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        finally:
+            os.close(log)
 
     async def _death(self, pid: int) -> None:
         try:

@@ -17,7 +17,7 @@ from belayer import procs, refusals, statefile
 from belayer.clock import Stopwatch, wall
 from belayer.config import Config
 from belayer.daemon import OnlyOne, new_instance, notify
-from belayer.errors import BelayerError, DaemonUnreachable, HandoverFailed, Refused, SlotUnknown
+from belayer.errors import BelayerError, DaemonUnreachable, HandoverFailed, Refused, SlotUnknown, WorkerGone
 from belayer.messages.common import Done, FaultProof, Ping, Pong
 from belayer.messages.control import (
     BeginWeightsUpdate,
@@ -36,13 +36,13 @@ from belayer.messages.owner import OwnerStatusReply
 from belayer.messages.trainer import AckReplaced, AwaitReplaced, ListTrainers, RegisterTrainer, UnregisterTrainer
 from belayer.paths import Paths
 from belayer.rpc import Client, Server
-from belayer.story import Incidents
 from belayerd import footprint
 from belayerd.actions import Actions
 from belayerd.alerts import Alert, Alerts
 from belayerd.gate import open_gate
 from belayerd.peers import RouterPeer, Zygote
 from belayerd.policy import beyond_help, spares_to_call
+from belayerd.records import Records
 from belayerd.slot import SlotShell
 from belayerd.trainers import Trainers
 from belayerd.updates import Opener, Updates
@@ -62,7 +62,7 @@ class Supervisor:
         self._context = zmq.asyncio.Context()
         self._router = Client(paths.router_sock, self._context)
         self._cgroups = procs.Cgroups(procs.tag_of(paths.run))
-        self._incidents = Incidents(paths.incidents)
+        self._incidents = Records(paths.incidents, self._log)
         policy = config.policy
         self._alerts = Alerts(policy.alert_command, self._log)
         gate = open_gate(slot.device for slot in config.slot)
@@ -132,8 +132,11 @@ class Supervisor:
     async def _startable(self, model: str) -> None:
         """Until a worker of this model can be made. A host that was stopped and comes back knows workers of before:
         its slots run at once, while zygote and owner are still coming up, and an attempt then would only use up the
-        restart budget. Weights are asked for once in a life of belayerd; later an owner's absence is the gate's."""
+        restart budget, as it would while an update writes over the bytes that a worker begins with (in place). Weights
+        are asked for once in a life of belayerd; later an owner's absence is the gate's."""
         await self._zygote.ready.wait()
+        while model in self._actions.held:  # noqa: ASYNC110 a set of names, which nobody is told of
+            await asyncio.sleep(0.1)
         if model not in self._sealed_once:
             await self._sealed(model)
 
@@ -159,15 +162,14 @@ class Supervisor:
         folder = self._cgroups.base
         found = {entry.name for entry in folder.iterdir() if entry.is_dir()} if folder else set()
         found |= {path.stem for path in (self._paths.run / "w").glob("*.sock")}
-        for worker_id in found - known:
-            pids = self._cgroups.pids(worker_id)
-            self._cgroups.kill(worker_id)
-            fds = [os.pidfd_open(pid) for pid in pids if procs.start_time(pid)]
-            await asyncio.to_thread(procs.wait_dead, fds, self._config.policy.fence_deadline_s)
-            for fd in fds:
-                os.close(fd)
-            sweep(self._paths, self._cgroups, worker_id)
-            self._log.info("orphan swept", worker=worker_id, killed=len(pids))
+        for worker_id in sorted(found - known):
+            leader = procs.listener(self._paths.worker_sock(worker_id))  # where trees are sessions, all that names one
+            within = self._config.policy.fence_deadline_s
+            born = procs.start_time(leader)
+            dead, alive = await asyncio.to_thread(procs.kill_tree, self._cgroups, worker_id, leader, born, None, within)
+            if not alive:  # or the next life would not find it
+                sweep(self._paths, self._cgroups, worker_id)
+            self._log.info("orphan swept", worker=worker_id, killed=dead, alive=alive)
 
     def _alert(self, slot: str, state: str, generation: int, reason: str) -> None:
         host = self._config.host.name
@@ -191,7 +193,11 @@ class Supervisor:
 
     def _last_cause(self, slot: str) -> str:
         """Of the newest incident on disk: it is there although belayerd was killed as the handover ended."""
-        return next((row.cause for row in self._incidents.latest() if row.slot == slot), "unknown")
+        try:
+            rows = self._incidents.latest()
+        except Refused:
+            return "unknown"
+        return next((row.cause for row in rows if row.slot == slot), "unknown")
 
     def _call_spares(self) -> None:
         """Asked at each alert and, since belayerd may have been killed between the two, with each status."""
@@ -329,7 +335,10 @@ class Supervisor:
         watch, pid = Stopwatch(), watched.ref.pid
         fd = os.dup(watched.pidfd)
         try:
-            signal.pidfd_send_signal(fd, numbers[message.kind])
+            try:
+                signal.pidfd_send_signal(fd, numbers[message.kind])
+            except ProcessLookupError as why:
+                raise WorkerGone(f"pid {pid} has just ended by itself", kept="nothing was injected") from why
             seen = await asyncio.to_thread(_prove, fd, pid, message.kind)
         finally:
             os.close(fd)

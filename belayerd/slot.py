@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
-from belayer import procs, statefile
+from belayer import procs
 from belayer.clock import Stopwatch, monotonic, wall
 from belayer.config import Policy, Slot
 from belayer.errors import BelayerError, HandoverFailed, Refused, WeightsTorn, WorkerGone
@@ -22,11 +22,12 @@ from belayer.messages.control import Incident, SlotView, StepTiming
 from belayer.messages.router import ResumeReport
 from belayer.messages.worker import PAUSED, OracleReply, SpawnWorker, WorkerState, WorkerStatus, WorkerStatusReply
 from belayer.paths import Paths
-from belayer.story import Incidents
 from belayerd import pair as p
 from belayerd import pair_table, policy, views
 from belayerd.actions import REPORT_S, YIELD_S, Actions, Target
 from belayerd.links import spawn
+from belayerd.records import Records
+from belayerd.saved import SavedPair
 from belayerd.updates import Seat
 from belayerd.watch import Watched, sweep
 
@@ -42,7 +43,7 @@ class SlotShell:
         actions: Actions,
         cgroups: procs.Cgroups,
         context: zmq.asyncio.Context,
-        incidents: Incidents,
+        incidents: Records,
         log: Any,
         alert: Callable[[str, str, int, str], None],
         serves: Callable[[str, str], None],
@@ -71,18 +72,10 @@ class SlotShell:
         self._served_at = 0.0
         self.rearm_ms = 0.0
         self.last_incident: Incident | None = None
-        self.pair = self._load()
+        self._saved = SavedPair(paths, slot, self._log)
+        self.pair = self._saved.load()
 
     # --- life ---
-
-    def _load(self) -> p.Pair:
-        """The saved pair, or a new one. After a reboot every worker is gone and monotonic times mean nothing."""
-        saved = statefile.load(self._paths.slot_state(self.config.name), p.Pair)
-        boot = procs.boot_id()
-        if saved is None or saved.boot_id != boot:
-            generation = saved.generation if saved else 0
-            return p.Pair(slot=self.config.name, boot_id=boot, generation=generation, spare=self.config.spare)
-        return saved  # type: ignore[no-any-return]
 
     def known_workers(self) -> set[str]:
         running = self.pair.running
@@ -94,6 +87,7 @@ class SlotShell:
             self._group = group
             self._adopt()
             group.create_task(self._look())
+            group.create_task(self._saved.keep())
             await self._consume()
 
     def _adopt(self) -> None:
@@ -201,9 +195,7 @@ class SlotShell:
     async def _do(self, effect: p.Effect) -> None:
         match effect:
             case p.Save():
-                # Not fsynced: a state file matters to the next belayerd of this boot only (kill -9 keeps the page
-                # cache), and after a power cut no worker is left to adopt.
-                statefile.save(self._paths.slot_state(self.pair.slot), self.pair, durable=False)
+                self._saved.save(self.pair)
             case p.Spawn():
                 self._group.create_task(self._spawn(effect.yielding))
             case p.Perform():
@@ -259,6 +251,8 @@ class SlotShell:
         try:
             reply, pidfd = await asyncio.to_thread(spawn, self._paths, message, self._limits.start_deadline_s)
         except BelayerError as why:
+            # A zygote that was killed after the fork leaves a worker that nobody knows of.
+            await self._actions.kill(p.Ref(worker_id=worker_id, pid=0, start_time=0), None)
             self._cgroups.remove(worker_id)
             self._inbox.put_nowait(p.SpawnFailed(reason=str(why)))
             return
@@ -272,6 +266,8 @@ class SlotShell:
         watched = self._watched[ref.worker_id]
         try:
             status = await watched.link.call(WorkerStatus(), WorkerStatusReply, self._limits.start_deadline_s)
+        except WorkerGone:
+            return  # its pidfd tells
         except BelayerError as why:
             self._lost(ref.worker_id, p.Cause.HANG, f"{why}; {self._log_of(ref.worker_id)}")
             return
@@ -298,6 +294,9 @@ class SlotShell:
         )
         watch = Stopwatch()
         try:
+            if effect.worker is not None and worker is None:
+                # It ended while belayerd was down: this life has nothing of it, and its reason may come later.
+                raise WorkerGone(await self._actions.why_ended(effect.worker.worker_id) or "it ended unwatched")
             performed = await self._actions.perform(effect.action, target)
         except BelayerError as why:
             gone = isinstance(why, WorkerGone) or (worker is not None and worker.dead)
@@ -438,7 +437,9 @@ class SlotShell:
         self._inbox.put_nowait(p.Followed(worker_id=worker_id, oracle=reply.oracle))
 
     def left_behind(self, worker_id: str, why: str) -> None:
-        self._lost(worker_id, p.Cause.WEIGHTS, why)
+        watched = self._watched.get(worker_id)
+        if watched is None or not watched.dead:  # a death is told by its pidfd, with its reason
+            self._lost(worker_id, p.Cause.WEIGHTS, why)
 
     def try_again(self) -> None:
         """Starts failed while an owner was away or weights were being written; now they can."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable
 
 import zmq.asyncio
@@ -11,12 +12,15 @@ import zmq.asyncio
 from belayer import procs
 from belayer.clock import monotonic
 from belayer.heartbeat import Observation, Watch
+from belayer.ids import slot_of
 from belayer.paths import Paths
 from belayerd import policy
 from belayerd.links import WorkerLink
 from belayerd.pair import Cause, Ref
 
 Lost = Callable[[str, Cause, str], None]
+
+_LOGS = 32  # of dead workers, for each slot
 
 
 class Watched:
@@ -37,6 +41,7 @@ class Watched:
 
     def _died(self) -> None:
         self._loop.remove_reader(self.pidfd)
+        self.link.gone()
         self._tell(Cause.DEATH, f"pid {self.ref.pid} ended (pidfd)")
 
     def look(self, now: float, limits: policy.Limits) -> None:
@@ -101,8 +106,15 @@ def sweep(paths: Paths, cgroups: procs.Cgroups, worker_id: str) -> None:
     paths.last_words(worker_id).unlink(missing_ok=True)
     tmp = paths.worker_tmp(worker_id)
     if tmp.is_dir():
-        for folder, _, files in os.walk(tmp, topdown=False):
-            for name in files:
-                os.unlink(os.path.join(folder, name))
-            os.rmdir(folder)
+        shutil.rmtree(tmp)
     cgroups.remove(worker_id)
+    _forget_old_logs(paths, slot_of(worker_id))
+
+
+def _forget_old_logs(paths: Paths, slot: str) -> None:
+    """A worker leaves its log behind, to be read; of one slot the last ``_LOGS`` are enough. Of living ones (they have
+    a heartbeat) none is removed."""
+    logs = paths.log("x").parent.glob(f"{slot}-{'[0-9a-f]' * 8}.log")
+    dead = [path for path in logs if not paths.heartbeat(path.stem).exists()]
+    for path in sorted(dead, key=lambda path: path.stat().st_mtime)[:-_LOGS]:
+        path.unlink(missing_ok=True)

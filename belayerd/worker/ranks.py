@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -163,8 +164,9 @@ def _run(parent: int, rank: int, line: Line, body: Callable[[int, Line], None], 
         logger.exception("rank_failed", rank=rank)
         said(f"rank {rank}: {lastwords.words_of(why)}")
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):  # a log on a full disk
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
@@ -180,5 +182,6 @@ def _end_with(pids: Sequence[int], said: Said) -> None:
     how = lastwords.how(os.waitstatus_to_exitcode(status), pid, before, lastwords.oom_kills(own))
     logger.error("rank_gone", rank=rank, pid=pid, how=how, then="this worker ends: its ranks are one")
     said(f"rank {rank} (pid {pid}) {how}")
-    sys.stderr.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
     os._exit(RANK_ENDED)

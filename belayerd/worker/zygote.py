@@ -7,6 +7,7 @@ in the child for ever. It serves all slots, holds no engine, and outlives belaye
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import selectors
@@ -219,7 +220,8 @@ def become_worker(message: m.SpawnWorker, config: Config, paths: Paths, joined: 
         ranks.let_speak()
         lastwords.leave(paths.last_words(message.worker_id), lastwords.words_of(why))
     finally:
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # a log on a full disk
+            sys.stderr.flush()
         os._exit(code)
 
 
