@@ -24,9 +24,7 @@ def republish(paths: Paths, as_json: bool, timeout: float, model: str) -> int:
         row = next((row for row in status.weights if row.model == model), None)
         if row is None:
             raise Refused(f"no model named {model!r}", remedy=f"one of {sorted(row.model for row in status.weights)}")
-        asked = m.RepublishWeights(
-            model=model, rank=row.rank, version=row.version, owner_generation=status.owner_generation
-        )
+        asked = m.RepublishWeights(model=model, version=row.version, owner_generation=status.owner_generation)
         info, _ = client.call(asked, m.WeightsInfo)
     finally:
         client.close()

@@ -174,6 +174,15 @@ class WeightsAdopted:
     intact: bool
 
 
+@dataclass(frozen=True)
+class SiblingTorn:
+    """Another part of the model (its tensor-parallel ranks have one each) is torn or of another version: the model is
+    torn as a whole, under ``version``, the highest of its parts."""
+
+    version: int
+    reason: str
+
+
 WeightsEvent = (
     Built
     | BuildFailed
@@ -185,6 +194,7 @@ WeightsEvent = (
     | WriterDied
     | RebuildBegun
     | WeightsAdopted
+    | SiblingTorn
 )
 
 
@@ -283,6 +293,7 @@ WEIGHTS_TABLE: Mapping[tuple[WeightsState, type], Cell] = {
     (_W.BUILDING, WriterDied): _to(_W.BUILDING),
     (_W.BUILDING, RebuildBegun): _no("they are already being loaded"),
     (_W.BUILDING, WeightsAdopted): _to(_W.TORN),
+    (_W.BUILDING, SiblingTorn): _no("they are still being loaded"),
     (_W.SEALED, Built): _no("they are sealed"),
     (_W.SEALED, BuildFailed): _no("they are sealed"),
     (_W.SEALED, UpdateBegun): _to(_W.UPDATING),
@@ -293,6 +304,7 @@ WEIGHTS_TABLE: Mapping[tuple[WeightsState, type], Cell] = {
     (_W.SEALED, WriterDied): _to(_W.SEALED),
     (_W.SEALED, RebuildBegun): _no("they are sealed: begin an update instead"),
     (_W.SEALED, WeightsAdopted): _to(_W.SEALED, _W.TORN),
+    (_W.SEALED, SiblingTorn): _to(_W.TORN),
     (_W.UPDATING, Built): _no("an update is under way"),
     (_W.UPDATING, BuildFailed): _no("an update is under way"),
     (_W.UPDATING, UpdateBegun): _no("another update is under way"),
@@ -303,6 +315,7 @@ WEIGHTS_TABLE: Mapping[tuple[WeightsState, type], Cell] = {
     (_W.UPDATING, WriterDied): _to(_W.TORN, _W.SEALED, _W.UPDATING),
     (_W.UPDATING, RebuildBegun): _no("an update is under way"),
     (_W.UPDATING, WeightsAdopted): _to(_W.SEALED, _W.TORN),
+    (_W.UPDATING, SiblingTorn): _no("an update is under way, and ends for all parts"),
     (_W.TORN, Built): _no("no build has begun"),
     (_W.TORN, BuildFailed): _no("no build has begun"),
     (_W.TORN, UpdateBegun): _to(_W.UPDATING),
@@ -313,6 +326,7 @@ WEIGHTS_TABLE: Mapping[tuple[WeightsState, type], Cell] = {
     (_W.TORN, WriterDied): _to(_W.TORN),
     (_W.TORN, RebuildBegun): _to(_W.BUILDING),
     (_W.TORN, WeightsAdopted): _to(_W.TORN),
+    (_W.TORN, SiblingTorn): _to(_W.TORN),
 }
 
 
@@ -429,6 +443,9 @@ def _weights_after(weights: Weights, event: WeightsEvent) -> Weights:
             return replace(weights, state=_W.BUILDING, reason="")
         case WeightsAdopted():
             return _adopted(weights, event)
+        case SiblingTorn():
+            reason = weights.reason if weights.state is _W.TORN else event.reason
+            return replace(weights, state=_W.TORN, version=event.version, whole=False, reason=reason)
 
 
 def _sealed(weights: Weights, version: int) -> Weights:

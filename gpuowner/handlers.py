@@ -30,6 +30,7 @@ RIGHTS: dict[type, tuple[str, frozenset[m.Role]]] = {
     m.AttachWeights: (WEIGHTS, frozenset({W, L})),
     m.RejoinWeights: (WEIGHTS, frozenset({W, L})),
     m.BeginUpdate: (WEIGHTS, frozenset({L})),
+    m.UpdatePart: (WEIGHTS, frozenset({L})),
     m.CommitUpdate: (WEIGHTS, frozenset({L})),
     m.AbortUpdate: (WEIGHTS, frozenset({L})),
     m.RepublishWeights: (WEIGHTS, frozenset({L, A})),
@@ -97,6 +98,8 @@ class Handlers:
                 granted, fds = models.begin(message, by)
                 self._log("updating", model=message.model, version=granted.version, mode=granted.mode, who=by.who)
                 return _with_layout(granted, fds)
+            case m.UpdatePart():
+                return _with_layout(*models.part(message, by))
             case m.CommitUpdate():
                 return self._told(models.commit(message, by)), ()
             case m.AbortUpdate():

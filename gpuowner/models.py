@@ -4,22 +4,24 @@ An update writes the next version beside the last one and swaps them at the comm
 ("in_place"). Either way the owner hashes the bytes itself before a version is called sealed: a version is what was
 read back, never what a writer says. Persist before tell: the memory is in the store before the ledger names it, the
 ledger says UPDATING before a writer has the descriptor, and SEALED before anybody hears of the version.
+
+A model of several tensor-parallel ranks has a part for each, and one version (``together``): whatever a writer does is
+done to all parts, and one write of the ledger tells the outcome of all.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 
-from belayer.errors import BelayerError, HostUnfit, Refused, WeightsBroken, WeightsTorn
+from belayer.errors import BelayerError, Refused, WeightsBroken
 from belayer.messages import owner as m
-from gpuowner import core
+from gpuowner import core, making, together
 from gpuowner.backends.memfd import Memfd
-from gpuowner.digest import root_digest
 from gpuowner.keeping import Caller, Keeping, Key
 from gpuowner.ledger import WeightsRow
-from gpuowner.loader import Loaded, Progress, room_or_refuse
+from gpuowner.loader import Loaded, Progress
 from gpuowner.version import IN_PLACE, SWAP, Job, ModelEntry, Source, Version
 
 
@@ -45,49 +47,70 @@ class Models:
             entry.weights = core.weights_step(entry.weights, core.BuildFailed(reason=why.message))
             raise
         same = last is not None and last.whole and last.digest == loaded.digest
-        self._built(
-            entry, loaded, version if same else version + 1, lost=bool(last and not last.from_files and not same)
-        )
+        lost = bool(last and not last.from_files and not same)
+        self._built([(entry, loaded)], version if same else version + 1, lost=lost)
+        self.level(model)
         return entry
 
-    def _built(self, entry: ModelEntry, loaded: Loaded, number: int, *, lost: bool = False) -> None:
+    def _built(self, made: Sequence[tuple[ModelEntry, Loaded]], number: int, *, lost: bool = False) -> None:
         """The bytes of the files as version ``number``; ``lost``: they only show how the tensors of a lost one lie."""
-        loaded.mapping.close()
-        if entry.source.update == SWAP:
-            loaded.memory.seal_for_ever()
         event: core.WeightsEvent = core.Built(version=number)
         if lost:
             event = core.BuildFailed(reason="their last version was lost, and the files hold other bytes than it had")
-        after = core.weights_step(replace(entry.weights, nbytes=loaded.memory.nbytes), event)
-        name = self._keeping.keep(_label(entry), loaded.memory.fd)
-        version = Version(
-            memory=loaded.memory, name=name, layout=loaded.layout, chunks=loaded.chunks, digest=loaded.digest,
-            from_files=True, load_ms=loaded.load_ms, mb_per_s=loaded.mb_per_s,
-        )  # fmt: skip
+        before = [replace(entry.weights, nbytes=loaded.memory.nbytes) for entry, loaded in made]
+        afters = together.step(before, event)
         try:
-            self._take(entry, version, after)
+            for entry, loaded in made:
+                loaded.mapping.close()
+                if entry.source.update == SWAP:
+                    loaded.memory.seal_for_ever()
+            self._take([(e, self._from_files(e, files), a) for (e, files), a in zip(made, afters, strict=True)])
         except OSError:
-            loaded.memory.close()
+            for _, loaded in made:
+                loaded.memory.close()
             raise
 
-    def _take(self, entry: ModelEntry, version: Version, after: core.Weights) -> None:
-        """``version``, kept in the store, is the model's from now on, and the last one is let go. Raises OSError with
-        the model as it was when that cannot be written down."""
-        before, old = entry.weights, entry.version
-        entry.weights, entry.version = after, version
+    def _from_files(self, entry: ModelEntry, loaded: Loaded) -> Version:
+        return Version(
+            memory=loaded.memory, name=self._keeping.keep(_label(entry), loaded.memory.fd), layout=loaded.layout,
+            chunks=loaded.chunks, digest=loaded.digest, from_files=True, load_ms=loaded.load_ms,
+            mb_per_s=loaded.mb_per_s,
+        )  # fmt: skip
+
+    def _take(self, taken: Sequence[tuple[ModelEntry, Version, core.Weights]]) -> None:
+        """The versions, kept in the store, are the model's from now on, and the last ones are let go. One write of the
+        ledger says so for all of its parts: this is the commit. Raises OSError with the model as it was when that
+        cannot be written down."""
+        before = [(entry.weights, entry.version) for entry, _, _ in taken]
+        for entry, version, after in taken:
+            entry.weights, entry.version = after, version
         try:
             self._keeping.save()
         except OSError:
-            entry.weights, entry.version = before, old
-            if old is None or old.name != version.name:
-                self._keeping.drop(version.name)
+            for (entry, version, _), (weights, old) in zip(taken, before, strict=True):
+                entry.weights, entry.version = weights, old
+                if old is None or old.name != version.name:
+                    self._keeping.drop(version.name)
             raise
-        if old is not None and old.memory is not version.memory:
-            self._discard(old)
+        for (_, version, _), (_, old) in zip(taken, before, strict=True):
+            if old is not None and old.memory is not version.memory:
+                self._discard(old)
+
+    def level(self, model: str) -> None:
+        """Once all its parts are there: a model that came back in pieces is torn as a whole. A death before this is
+        written down comes to the same in the next life."""
+        parts = self.parts(model)
+        states = tuple(part.weights for part in parts)
+        if len(parts) < parts[0].source.ranks or any(one.state is core.WeightsState.BUILDING for one in states):
+            return
+        after = together.levelled(states)
+        if after != states:
+            _set(parts, after)
+            self._keeping.note()
 
     def adopt(self, row: WeightsRow, fd: int, source: Source) -> ModelEntry:
-        """A model of the last life, all of it hashed. Raises OSError when the descriptor is not that memory. Not
-        persisted yet."""
+        """A part of the last life, all of it hashed. Raises OSError when the descriptor is not that memory. Not
+        persisted yet; ``level`` comes after all of them."""
         version = Version(
             memory=Memfd.adopt(fd, row.nbytes),
             name=row.memory,
@@ -108,6 +131,14 @@ class Models:
         return entry
 
     # --- readers ---
+
+    def parts(self, model: str) -> list[ModelEntry]:
+        """One for each tensor-parallel rank, in order. Raises WeightsBroken."""
+        found = [self.entries[key] for key in sorted(self.entries) if key[0] == model]
+        if not found:
+            known = sorted({name for name, _ in self.entries})
+            raise WeightsBroken(f"no model named {model[:64]!r} here", remedy=f"one of {known}")
+        return found
 
     def entry(self, model: str, rank: int) -> ModelEntry:
         if (model, rank) not in self.entries:
@@ -149,9 +180,8 @@ class Models:
         entry.readers[by.peer] = m.ReaderInfo(who=by.who, pid=by.pid, version=asked.version)
         return entry.info()
 
-    @staticmethod
-    def _whole(entry: ModelEntry) -> Version:
-        core.readable(entry.weights)
+    def _whole(self, entry: ModelEntry) -> Version:
+        together.readable([part.weights for part in self.parts(entry.weights.model)])
         if entry.version is None:
             raise BelayerError(f"weights of {entry.weights.model} are sealed without memory")
         return entry.version
@@ -159,170 +189,164 @@ class Models:
     # --- the writer ---
 
     def begin(self, asked: m.BeginUpdate, by: Caller) -> tuple[m.UpdateGrant, tuple[int, ...]]:
-        """The descriptor to write, and of the last version where it is whole and elsewhere. Raises Fenced,
-        WeightsTorn, HostUnfit (no room for a second copy) or Refused."""
-        entry = self.entry(asked.model, asked.rank)
-        _one_rank_or_refuse(entry)
-        mode = asked.mode or entry.source.update
+        """Of all parts: the grant of rank 0, with the descriptor to write, and of the last version where it is whole
+        and elsewhere. Raises Fenced, WeightsTorn, HostUnfit (no room for a second copy) or Refused."""
+        parts = self.parts(asked.model)
+        mode = asked.mode or parts[0].source.update
         event = core.UpdateBegun(
             stamp=core.Stamp(asked.owner_generation, asked.from_version),
             peer=by.peer, in_place=mode == IN_PLACE, rewrite=asked.whole,
         )  # fmt: skip
-        after = core.weights_step(entry.weights, event)
-        version = entry.version
-        if version is None:
-            raise WeightsTorn(
-                f"weights of {asked.model}: no memory of theirs is left to say how they lie",
-                remedy="republish them from their files first",
-            )
-        fds = self._to_write(entry, version, mode, with_base=after.whole)
-        digests = version.chunks if entry.weights.whole else ()
-        before, entry.weights, entry.writer = entry.weights, after, by.who
+        before = tuple(part.weights for part in parts)
+        after = together.step(before, event)
+        making.open_or_refuse(parts, mode)
+        fds: tuple[int, ...] = ()
         try:
+            for part in parts:
+                self._stage(part, mode)
+            fds = making.to_write(parts[0])
+            _set(parts, after, writer=by.who)
             self._keeping.save()
-        except OSError:  # it was not written down, so it is not told: nobody writes
-            entry.weights, entry.writer = before, ""
-            staged, entry.next = entry.next, None
-            self._discard(staged)
+        except (BelayerError, OSError):  # it was not written down, so it is not told: nobody writes
+            _set(parts, before, writer="")
+            self._unstage(parts)
             for fd in fds:
                 os.close(fd)
             raise
-        grant = m.UpdateGrant(
-            model=asked.model,
-            version=after.version + 1,
+        return self._grant(parts[0], len(parts), fds), fds
+
+    def part(self, asked: m.UpdatePart, by: Caller) -> tuple[m.UpdateGrant, tuple[int, ...]]:
+        """As ``begin``, of another rank in the update that this writer has begun. Raises Fenced or Refused."""
+        entry = self.entry(asked.model, asked.rank)
+        together.writing(entry.weights, core.Stamp(asked.owner_generation, asked.version), by.peer)
+        fds = making.to_write(entry)
+        return self._grant(entry, len(self.parts(asked.model)), fds), fds
+
+    def _grant(self, entry: ModelEntry, ranks: int, fds: tuple[int, ...]) -> m.UpdateGrant:
+        version = making.held(entry)
+        return m.UpdateGrant(
+            model=entry.weights.model,
+            version=entry.weights.version + 1,
             owner_generation=self._keeping.generation,
             nbytes=version.memory.nbytes,
             layout=version.layout,
-            chunk_digests=digests,
-            mode=mode,
+            chunk_digests=entry.carried,
+            mode=SWAP if entry.next is not None else IN_PLACE,
             has_base=len(fds) == 2,
-            rank=asked.rank,
+            rank=entry.rank,
+            ranks=ranks,
         )
-        return grant, fds
 
-    def _to_write(self, entry: ModelEntry, version: Version, mode: str, *, with_base: bool) -> tuple[int, ...]:
-        if mode == IN_PLACE:
-            if entry.source.update != IN_PLACE:
-                raise Refused(
-                    f"weights of {entry.weights.model} are sealed against writing for ever",
-                    remedy='use mode "swap", or configure the model with update = "in_place"',
-                )
-            return (os.dup(version.memory.fd),)
-        if mode != SWAP:
-            raise Refused(f"no update mode {mode[:32]!r}", remedy="swap or in_place")
-        room_or_refuse(entry.weights.model, version.memory.nbytes)
-        name = f"weights-{entry.weights.model}-next"
-        memory = Memfd(name, version.memory.nbytes, entry.source.huge_pages)
-        try:
+    def _stage(self, entry: ModelEntry, mode: str) -> None:
+        """The memory that the next version of this part is written to."""
+        version = making.held(entry)
+        if mode == SWAP:
+            name = f"weights-{entry.weights.model}-next" + (f"-{entry.rank}" if entry.source.ranks > 1 else "")
+            memory = Memfd(name, version.memory.nbytes, entry.source.huge_pages)
+            entry.next = Version(memory=memory, name="", layout=version.layout, chunks=(), digest="")
             memory.prefault()
-        except HostUnfit:
-            memory.close()
-            raise
-        entry.next = Version(memory=memory, name="", layout=version.layout, chunks=(), digest="")
-        mine = os.dup(memory.fd)
-        return (mine, version.memory.reader_fd()) if with_base else (mine,)
+        entry.carried = version.chunks if entry.weights.whole else ()
+
+    def _unstage(self, parts: Sequence[ModelEntry]) -> None:
+        for part in parts:
+            staged, part.next, part.carried = part.next, None, ()
+            self._discard(staged)
 
     def commit(self, asked: m.CommitUpdate, by: Caller) -> Job:
-        """Seal, then hash in a thread, then the next version holds. Raises Fenced, or Refused (a writable mapping is
-        left, or digests that cannot be of this memory) with the update still open."""
-        entry = self.entry(asked.model, asked.rank)
+        """Seal, then hash in a thread, then the next version holds: of all parts. Raises Fenced, or Refused (a writable
+        mapping is left, or digests that cannot be of this memory) with the update still open."""
+        parts = self.parts(asked.model)
         stamp = core.Stamp(asked.owner_generation, asked.version)
-        after = core.weights_step(entry.weights, core.CommitAsked(stamp=stamp, peer=by.peer))
-        target = entry.next or entry.version
-        assert target is not None  # UPDATING is entered with memory only
-        if asked.digest != root_digest(asked.chunk_digests, target.memory.nbytes):
-            raise Refused("the digest of the commit is not that of its chunk digests", kept="the update is still open")
-        if entry.next is not None:
-            _seal_or_refuse(entry.next.memory, asked.model)
-        entry.weights = after
-        new = Version(
-            memory=target.memory,
-            name=target.name,
-            layout=target.layout,
-            chunks=asked.chunk_digests,
-            digest=asked.digest,
-        )
-        return Job(_tried(new.difference), lambda bad: self._committed(entry, new, asked.version, bad))
+        asking = core.CommitAsked(stamp=stamp, peer=by.peer)
+        after = together.step([part.weights for part in parts], asking)
+        new = making.told(parts, asked)
+        for part in parts:
+            if part.next is not None:
+                making.seal_or_refuse(part.next.memory, asked.model)
+        for part, weights in zip(parts, after, strict=True):
+            part.weights = weights
+        hashing = making.tried(lambda: making.different(new))
+        return Job(hashing, lambda bad: self._committed(parts, new, asked.version, bad))
 
-    def _committed(self, entry: ModelEntry, new: Version, number: int, bad: object) -> m.WeightsInfo:
+    def _committed(
+        self, parts: Sequence[ModelEntry], new: Sequence[Version], number: int, bad: object
+    ) -> m.WeightsInfo:
+        now = parts[0].weights
         if bad is not None:
-            said = (
-                f"it could not be hashed: {bad}" if isinstance(bad, OSError) else f"chunk {bad} differs from its digest"
-            )
-            reason = f"version {number} of {entry.weights.model}: {said}"
-            self._give_up(entry, core.Mismatched(reason=reason))
-            raise WeightsBroken(
-                reason, kept=f"version {entry.weights.version}, {entry.weights.state.value}", remedy="write it again"
-            )
-        after = core.weights_step(entry.weights, core.Committed(version=number))
-        if entry.next is not None:
-            new = replace(new, name=self._keeping.keep(_label(entry), new.memory.fd))
+            reason = f"version {number} of {now.model}: {making.how(bad, len(parts))}"
+            self._give_up(parts, core.Mismatched(reason=reason))
+            raise WeightsBroken(reason, kept=making.kept(parts[0]), remedy="write it again")
+        after = together.step([part.weights for part in parts], core.Committed(version=number))
+        named = [
+            version if part.next is None else replace(version, name=self._keeping.keep(_label(part), version.memory.fd))
+            for part, version in zip(parts, new, strict=True)
+        ]
         try:
-            self._take(entry, new, after)
+            self._take(list(zip(parts, named, after, strict=True)))
         except OSError as why:
-            reason = f"version {number} of {entry.weights.model} could not be written down: {why}"
-            self._give_up(entry, core.Mismatched(reason=reason))
-            raise Refused(reason, kept=f"version {entry.weights.version}, {entry.weights.state.value}") from why
-        entry.next, entry.writer = None, ""
-        return entry.info()
+            reason = f"version {number} of {now.model} could not be written down: {why}"
+            self._give_up(parts, core.Mismatched(reason=reason))
+            raise Refused(reason, kept=making.kept(parts[0])) from why
+        for part in parts:
+            part.next, part.writer, part.carried = None, "", ()
+        return parts[0].info()
 
     def abort(self, asked: m.AbortUpdate, by: Caller) -> Job:
         """The writer gives up. That it touched nothing in place is believed only when the hash says so too."""
-        entry = self.entry(asked.model, asked.rank)
+        parts = self.parts(asked.model)
         stamp = core.Stamp(asked.owner_generation, asked.version)
         event = core.Aborted(stamp=stamp, peer=by.peer, touched=True)
-        core.weights_step(entry.weights, event)  # raises before anything slow
-        version = entry.version
-        hashed = entry.weights.in_place and not asked.touched and version is not None
+        together.step([part.weights for part in parts], event)  # raises before anything slow
+        hashed = parts[0].weights.in_place and not asked.touched
+        versions = [making.held(part) for part in parts] if hashed else []
 
         def finish(bad: object) -> m.WeightsInfo:
-            self._give_up(entry, core.Aborted(stamp=stamp, peer=by.peer, touched=not hashed or bad is not None))
-            return entry.info()
+            self._give_up(parts, core.Aborted(stamp=stamp, peer=by.peer, touched=not hashed or bad is not None))
+            return parts[0].info()
 
-        return Job(_tried(version.difference) if hashed and version else lambda: None, finish)
+        return Job(making.tried(lambda: making.different(versions)), finish)
 
     def republish(self, asked: m.RepublishWeights, progress: Progress) -> Job:
-        """Load a TORN model from its files again, in a thread; it is refused to readers until it is sealed."""
-        entry = self.entry(asked.model, asked.rank)
+        """Load a TORN model from its files again, in a thread; it is refused to readers until all of it is sealed."""
+        parts = self.parts(asked.model)
         stamp = core.Stamp(asked.owner_generation, asked.version)
         # Not written down: the next life finds TORN, which is what a rebuild that was not finished leaves.
-        entry.weights = core.weights_step(entry.weights, core.RebuildBegun(stamp=stamp))
-
-        def work() -> Loaded | BelayerError | OSError:
-            try:
-                return entry.source.load(asked.model, progress, entry.rank)
-            except (BelayerError, OSError) as why:
-                return why
+        after = together.step([part.weights for part in parts], core.RebuildBegun(stamp=stamp))
+        for part, weights in zip(parts, after, strict=True):
+            part.weights = weights
 
         def finish(loaded: object) -> m.WeightsInfo:
             try:
                 if isinstance(loaded, BelayerError | OSError):
                     raise loaded
-                assert isinstance(loaded, Loaded)
-                self._built(entry, loaded, entry.weights.version + 1)
+                assert isinstance(loaded, list)
+                self._built(list(zip(parts, loaded, strict=True)), parts[0].weights.version + 1)
             except (BelayerError, OSError) as why:
-                entry.weights = core.weights_step(entry.weights, core.BuildFailed(reason=str(why)))
+                for part in parts:
+                    part.weights = core.weights_step(part.weights, core.BuildFailed(reason=str(why)))
                 raise
-            return entry.info()
+            return parts[0].info()
 
-        return Job(work, finish)
+        return Job(lambda: making.loaded(parts, asked.model, progress), finish)
 
     def peer_gone(self, peer: int) -> list[ModelEntry]:
-        """A connection ended: it reads no more, and an update that it had not committed is over. Returns the models
-        whose update it was."""
+        """A connection ended: it reads no more, and an update that it had not committed is over. Returns the first part
+        of each model whose update it was."""
         changed = []
-        for entry in self.entries.values():
-            entry.readers.pop(peer, None)
-            if core.weights_step(entry.weights, core.WriterDied(peer=peer)) is not entry.weights:
-                self._give_up(entry, core.WriterDied(peer=peer))
-                changed.append(entry)
+        event = core.WriterDied(peer=peer)
+        for model in dict.fromkeys(name for name, _ in self.entries):
+            parts = self.parts(model)
+            for part in parts:
+                part.readers.pop(peer, None)
+            if any(core.weights_step(part.weights, event) is not part.weights for part in parts):
+                self._give_up(parts, event)
+                changed.append(parts[0])
         return changed
 
-    def _give_up(self, entry: ModelEntry, event: core.WeightsEvent) -> None:
-        entry.weights = core.weights_step(entry.weights, event)
-        staged, entry.next, entry.writer = entry.next, None, ""
+    def _give_up(self, parts: Sequence[ModelEntry], event: core.WeightsEvent) -> None:
+        _set(parts, together.step([part.weights for part in parts], event), writer="")
         self._keeping.note()  # the next life gives the same update up by itself
-        self._discard(staged)
+        self._unstage(parts)
 
     def _discard(self, version: Version | None) -> None:
         """After the ledger names it no more: readers that still map it keep its pages."""
@@ -333,38 +357,10 @@ class Models:
         version.memory.close()
 
 
-def _tried(work: Callable[[], object]) -> Callable[[], object]:
-    """What fails for want of memory in the thread is a result like another: the update must come to an end."""
-
-    def result() -> object:
-        try:
-            return work()
-        except OSError as why:
-            return why
-
-    return result
-
-
-def _one_rank_or_refuse(entry: ModelEntry) -> None:
-    """A version is one of all ranks, and the ledger seals each by itself: half an update could be served."""
-    if entry.source.ranks > 1:
-        raise Refused(
-            f"weights of {entry.weights.model} lie in {entry.source.ranks} parts (tensor_parallel) and take no update",
-            kept=f"version {entry.weights.version}, {entry.weights.state.value}",
-            remedy="set tensor_parallel = 1, or change the files and restart the slots and gpuowner",
-        )
+def _set(parts: Sequence[ModelEntry], states: Sequence[core.Weights], writer: str = "") -> None:
+    for part, weights in zip(parts, states, strict=True):
+        part.weights, part.writer = weights, writer
 
 
 def _label(entry: ModelEntry) -> str:
     return f"weights.{entry.weights.model}.{entry.rank}"
-
-
-def _seal_or_refuse(memory: Memfd, model: str) -> None:
-    try:
-        memory.seal_for_ever()
-    except OSError as why:
-        raise Refused(
-            f"the next version of {model} cannot be sealed: a writable mapping of it is left ({why.strerror})",
-            kept="the update is still open",
-            remedy="unmap it and commit again",
-        ) from why

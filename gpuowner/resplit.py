@@ -2,6 +2,9 @@
 
 They are the same weights as long as its files hold the bytes of the last version: then the version keeps its number,
 since nothing that anybody computes has changed. All parts have one number either way.
+
+A life that ends before all parts are there has told nobody of any. The files may change before the next one, so the
+parts that it left are loaded again with the others: two parts of different files must not bear one number.
 """
 
 from __future__ import annotations
@@ -19,6 +22,20 @@ from gpuowner.version import Source
 def other_parts(row: WeightsRow, source: Source) -> bool:
     """Whether ``row`` is a part of what ``source`` asks for in other parts."""
     return row.source.startswith(f"{source.folder} {source.dtype} ") and _parts(row) != source.ranks
+
+
+def never_whole(rows: Sequence[WeightsRow], source: Source) -> bool:
+    """``rows``: of one model in the parts that ``source`` asks for."""
+    built = {row.rank for row in rows if row.digest}
+    return bool(built) and built != set(range(source.ranks))
+
+
+def anew(row: WeightsRow) -> WeightsRow:
+    """The part of a model that was never whole, to be loaded under the number that it had."""
+    number = row.version - 1 if row.digest else row.version
+    return msgspec.structs.replace(
+        row, memory="", version=number, whole=True, from_files=True, digest="", layout=(), chunks=()
+    )
 
 
 def _parts(row: WeightsRow) -> int:

@@ -5,53 +5,46 @@ written beside the last one, which stays whole and readable whatever happens her
 In mode "in_place" the bytes of the last version are overwritten while nobody may attach; a writer that dies leaves
 TORN. A whole rewrite publishes a TORN model again; a part of one (a delta) is refused by the owner.
 
+A model of several tensor-parallel ranks lies in as many parts. A writer has all of them, writes each tensor to every
+part that holds a piece of it, and commits them by one message: the version is of all ranks or of none.
+
 The digests of changed chunks are computed anew and those of the others are carried over; the owner hashes all of it
 itself before it says that the version is sealed. So whatever instruction a writer dies at, a reader gets the last
-version whole, the next one whole, or a refusal (promise R4). ``POINTS`` names the places between two effects, and a
+version whole, the next one whole, or a refusal (promise R4). ``points`` names the places between two effects, and a
 test kills a writer at each.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from belayer.errors import Refused, WeightsBroken
+from belayer.errors import BelayerError, Refused, WeightsBroken
 from belayer.messages import owner as m
-from gpuowner.attach import OwnerClient, layout_from
-from gpuowner.copying import (
-    Files,
-    Job,
-    Sink,
-    all_chunks,
-    array_jobs,
-    base_jobs,
-    default_threads,
-    file_jobs,
-    run_jobs,
-    sink_for,
-    widened,
-)
-from gpuowner.digest import CHUNK, digests_of, root_digest
-from gpuowner.parts import Parts, complement
-from gpuowner.safetensors_file import ITEM_BYTES, read_model
+from belayer.messages.owner import TensorSpec
+from gpuowner.attach import OwnerClient
+from gpuowner.copying import default_threads
+from gpuowner.safetensors_file import read_model
 from gpuowner.tensors import HostTensor, Sparse, host_tensor
-from gpuowner.vmem import MAP_NORESERVE, MAP_SHARED, PROT_READ, PROT_WRITE
-from gpuowner.vmem import Mapping as Memory
+from gpuowner.update_part import At, UpdatePart
 
 # Where a writer can die, in order. "torn": inside the bytes of one tensor. Not every update passes every point.
 POINTS = ("begun", "torn", "written", "rest_copied", "hashed", "unmapped", "commit_sent", "committed")
+_OF_ALL = ("commit_sent", "committed")  # the others are passed for each part
 
-At = Callable[[str], None]
+
+def points(ranks: int) -> tuple[str, ...]:
+    """``POINTS`` of an update of ``ranks`` parts: "hashed" is that of rank 0, "hashed.1" that of rank 1."""
+    each = [_point(rank, name) for name in POINTS if name not in _OF_ALL for rank in range(ranks)]
+    return (*each, *_OF_ALL)
 
 
-def _on(point: str) -> None:
-    """Nobody waits at the points outside the tests."""
+def _point(rank: int, name: str) -> str:
+    return f"{name}.{rank}" if rank else name
 
 
 def begin_update(
@@ -61,14 +54,14 @@ def begin_update(
     mode: str = "",
     whole: bool = False,
     version: int | None = None,
-    at: At = _on,
+    at: At | None = None,
     threads: int | None = None,
 ) -> Update:
     """Become the one writer of ``model``'s next version. ``client`` has role loader and a time limit that is longer
     than hashing the model takes.
 
     ``mode``: "swap", "in_place", or "" for what the model is configured for. ``whole``: every tensor will be written.
-    ``version``: the version to be made (the last plus one), None: whatever comes next. ``at`` is called at ``POINTS``.
+    ``version``: the version to be made (the last plus one), None: whatever comes next. ``at`` is called at ``points``.
     Raises Fenced (another version is the last one), Refused (there is a writer), WeightsTorn (only a whole rewrite).
     """
     last = version - 1 if version is not None else _last(client, model)
@@ -81,7 +74,11 @@ def begin_update(
     )
     grant, fds = client.call(asked, m.UpdateGrant)
     update = Update(client, grant, fds, whole=whole, at=at, threads=threads or default_threads())
-    at("begun")
+    try:
+        update.open_others()
+    except BelayerError:
+        update.abort()
+        raise
     return update
 
 
@@ -99,25 +96,43 @@ class Update:
     """An update that has begun. As a context manager it aborts on an exception."""
 
     def __init__(
-        self, client: OwnerClient, grant: m.UpdateGrant, fds: tuple[int, ...], *, whole: bool, at: At, threads: int
+        self,
+        client: OwnerClient,
+        grant: m.UpdateGrant,
+        fds: tuple[int, ...],
+        *,
+        whole: bool,
+        at: At | None,
+        threads: int,
     ) -> None:
-        self._client, self.grant, self._whole, self._at, self._threads = client, grant, whole, at, threads
-        self._fd, rest = fds[0], list(fds[1:])
-        self._base_fd = rest.pop(0) if grant.has_base else -1
-        layout = grant.layout or layout_from(rest[0])
-        for fd in rest:
-            os.close(fd)
-        self.parts = Parts(layout)
-        self._mapping: Memory | None = None
-        self._sink = self._make_sink()
-        self._written: list[tuple[int, int]] = []  # byte ranges that are of the new version
-        self._sources: set[str] = set()
-        self._primed: set[str] = set()
+        self._client, self._grant, self._whole, self._at, self._threads = client, grant, whole, at, threads
+        self._parts: list[UpdatePart] = []
         self._open = True
+        self._add(grant, fds)
 
     @property
     def version(self) -> int:
-        return self.grant.version
+        return self._grant.version
+
+    def open_others(self) -> None:
+        """The parts of ranks 1 and up. Raises as the owner does, with the update open."""
+        for rank in range(1, self._grant.ranks):
+            asked = m.UpdatePart(
+                model=self._grant.model,
+                version=self._grant.version,
+                owner_generation=self._grant.owner_generation,
+                rank=rank,
+            )
+            self._add(*self._client.call(asked, m.UpdateGrant))
+
+    def _add(self, grant: m.UpdateGrant, fds: tuple[int, ...]) -> None:
+        at = None if self._at is None else _at_rank(self._at, grant.rank)
+        self._parts.append(UpdatePart(grant, fds, at, self._threads))
+        self._reach(_point(grant.rank, "begun"))
+
+    def _reach(self, point: str) -> None:
+        if self._at is not None:
+            self._at(point)
 
     # --- writing ---
 
@@ -126,30 +141,25 @@ class Update:
         WeightsBroken naming the tensor that does not fit, before any byte of this call is written."""
         held = {name: host_tensor(name, value) for name, value in tensors.items()}
         self._same_where_tied(held)
-        jobs: list[Job] = []
-        for name, tensor in held.items():
-            specs = self.parts.of(name, tensor.dtype, tensor.shape)
-            self._prime(specs)
-            for spec in specs:
-                jobs.extend(array_jobs(spec, tensor.flat, tensor.dtype))
-        self._run(jobs, held)
+        placed = [
+            {name: part.layout.of(name, tensor.dtype, tensor.shape) for name, tensor in held.items()}
+            for part in self._parts
+        ]
+        for part, places in zip(self._parts, placed, strict=True):
+            part.write(held, places)
 
     def write_folder(self, folder: Path) -> None:
         """All tensors of a safetensors folder (one file, or shards with their index). Raises WeightsBroken before any
         byte is written when a file is broken or a tensor does not fit."""
         held = read_model(folder)
+        tied = self._parts[0].layout.tied
         # vLLM, too, ignores a second copy of a tied matrix.
-        tensors = {name: raw for name, raw in held.items() if self.parts.tied.get(name) not in held}
-        specs = []
-        for name, raw in tensors.items():
-            specs.extend(self.parts.of(name, raw.dtype, raw.shape))
-        self._prime(specs)
-        files = Files()
-        try:
-            renamed = {spec.source: tensors[name] for name in tensors for spec in self.parts.parts(name)}
-            self._run(list(file_jobs(specs, renamed, files)), tensors)
-        finally:
-            files.close()
+        tensors = {name: raw for name, raw in held.items() if tied.get(name) not in held}
+        placed: list[dict[str, list[TensorSpec]]] = [
+            {name: part.layout.of(name, raw.dtype, raw.shape) for name, raw in tensors.items()} for part in self._parts
+        ]
+        for part, places in zip(self._parts, placed, strict=True):
+            part.write_files(tensors, places)
 
     def write_sparse(self, deltas: Mapping[str, Sparse]) -> None:
         """Single items of tensors; the others keep the last version's values. Raises as ``write``, and Refused where
@@ -158,61 +168,26 @@ class Update:
             raise Refused("a whole rewrite takes whole tensors", remedy="begin the update with whole=False")
         for name, delta in deltas.items():
             self._write_items(name, delta)
-        self._at("written")
+        for part in self._parts:
+            part.items_written()
 
     def _write_items(self, name: str, delta: Sparse) -> None:
         values = host_tensor(name, delta.values)
         indices = np.asarray(delta.indices, dtype=np.int64).reshape(-1)
-        specs = self.parts.items_of(name, values.dtype)
-        total = self.parts.elements_of(name)
+        for part in self._parts:
+            part.layout.items_of(name, values.dtype)
+        total = max(part.layout.elements_of(name) for part in self._parts)
         if indices.size != values.flat.size or (indices.size and not 0 <= indices.min() <= indices.max() < total):
             raise WeightsBroken(
                 f"{name} has {total} items; {indices.size} indices for {values.flat.size} values do not fit"
             )
-        self._prime(specs, always=True)
-        view = np.frombuffer(self._writable().buffer(), dtype=np.uint8)
-        for spec in specs:
-            item = ITEM_BYTES[spec.dtype]
-            at, which = self.parts.place_items(name, spec, indices)
-            bits = widened(values.flat[which], values.dtype, spec.dtype)
-            end = spec.offset + item * (int(at.max()) + 1) if at.size else spec.offset
-            view[spec.offset : end].view(bits.dtype)[at] = bits
-            self._mark(spec)
-
-    def _run(self, jobs: list[Job], given: Iterable[str]) -> None:
-        run_jobs(jobs, self._sink, self._threads, lambda *_: None, None, ())
-        for name in given:
-            for spec in self.parts.parts(name):
-                self._mark(spec)
-                self._sources.add(spec.source)
-        self._at("written")
-
-    def _mark(self, spec: m.TensorSpec) -> None:
-        if spec.strides:
-            spec = self.parts.whole(spec)  # primed: its other items are the base's
-        self._written.append((spec.offset, spec.offset + spec.nbytes))
-
-    def _prime(self, specs: Iterable[m.TensorSpec], *, always: bool = False) -> None:
-        """Before items are written with gaps between them: the rest of that tensor comes from the base."""
-        for spec in specs:
-            whole = self.parts.whole(spec)
-            if not (spec.strides or always) or whole.name in self._primed or self._base_fd < 0:
-                continue
-            self._primed.add(whole.name)
-            fresh = complement(self._written, whole.offset, whole.offset + whole.nbytes)
-            self._copy_base(fresh)
-            self._written.extend(fresh)
-
-    def _copy_base(self, ranges: list[tuple[int, int]]) -> None:
-        base = Memory(self._base_fd, self.grant.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
-        try:
-            run_jobs(base_jobs(ranges, base), self._sink, self._threads, lambda *_: None, None, ())
-        finally:
-            base.close()
+        for part in self._parts:
+            part.write_items(name, values, indices)
 
     def _same_where_tied(self, held: Mapping[str, HostTensor]) -> None:
+        tied = self._parts[0].layout.tied
         for name, tensor in held.items():
-            first = self.parts.tied.get(name)
+            first = tied.get(name)
             other = held.get(first) if first else None
             if other is not None and not (other.dtype == tensor.dtype and np.array_equal(other.flat, tensor.flat)):
                 raise WeightsBroken(
@@ -227,73 +202,40 @@ class Update:
         """Copy what was not written, hash what changed, and publish. Raises Refused (whole, and a tensor is missing)
         with the update open, WeightsBroken (the owner read other bytes than we wrote) with it over."""
         if self._whole:
-            missing = sorted(self.parts.sources - self._sources)
+            missing = sorted({name for part in self._parts for name in part.layout.sources - part.sources})
             if missing:
                 raise Refused(f"{len(missing)} tensors were not written, {missing[0]} first", kept="the update is open")
-        if self._base_fd >= 0:
-            self._copy_base(complement(self._written, 0, self.grant.nbytes))
-            self._at("rest_copied")
-        chunks = self._digests()
-        self._at("hashed")
-        self._let_go()
-        self._at("unmapped")
+        for part in self._parts:
+            part.copy_rest()
+        digests = [part.hashed() for part in self._parts]
+        for part in self._parts:
+            part.unmap()
         asked = m.CommitUpdate(
-            model=self.grant.model,
-            version=self.grant.version,
-            owner_generation=self.grant.owner_generation,
-            chunk_digests=chunks,
-            digest=root_digest(chunks, self.grant.nbytes),
+            model=self._grant.model,
+            version=self._grant.version,
+            owner_generation=self._grant.owner_generation,
+            chunk_digests=digests[0].chunk_digests,
+            digest=digests[0].digest,
+            others=tuple(digests[1:]),
         )
-        info, _ = self._client.call(asked, m.WeightsInfo, sent=lambda: self._at("commit_sent"))
+        info, _ = self._client.call(asked, m.WeightsInfo, sent=lambda: self._reach("commit_sent"))
         self._open = False
-        self._at("committed")
+        self._reach("committed")
         return info
 
     def abort(self) -> m.WeightsInfo:
         """Give up. swap: the last version stays. in_place: TORN if a byte was written."""
-        self._let_go()
+        for part in self._parts:
+            part.let_go()
         self._open = False
         asked = m.AbortUpdate(
-            model=self.grant.model,
-            version=self.grant.version,
-            owner_generation=self.grant.owner_generation,
-            touched=bool(self._written),
+            model=self._grant.model,
+            version=self._grant.version,
+            owner_generation=self._grant.owner_generation,
+            touched=any(part.touched for part in self._parts),
         )
         info, _ = self._client.call(asked, m.WeightsInfo)
         return info
-
-    def _digests(self) -> tuple[bytes, ...]:
-        """Of all chunks: computed where something was written, carried from the last version elsewhere."""
-        known = self.grant.chunk_digests
-        touched = {chunk for start, end in self._written for chunk in range(start // CHUNK, -(-end // CHUNK))}
-        todo = [chunk for chunk in all_chunks(self.grant.nbytes) if chunk in touched or not known]
-        memory = Memory(self._fd, self.grant.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
-        try:
-            view = memoryview(memory.buffer()).cast("B")
-            fresh = dict(zip(todo, digests_of(view, todo, self._threads), strict=True))
-        finally:
-            memory.close()
-        return tuple(fresh[chunk] if chunk in fresh else known[chunk] for chunk in all_chunks(self.grant.nbytes))
-
-    def _make_sink(self) -> Sink:
-        sink = sink_for(self._fd, self._writable)
-        return sink if self._at is _on else _Torn(sink, self._at)
-
-    def _writable(self) -> Memory:
-        if self._mapping is None:
-            flags = MAP_SHARED | MAP_NORESERVE
-            self._mapping = Memory(self._fd, self.grant.nbytes, PROT_READ | PROT_WRITE, flags)
-        return self._mapping
-
-    def _let_go(self) -> None:
-        """A writable mapping that is left would keep the owner from sealing."""
-        if self._mapping is not None:
-            self._mapping.close()
-            self._mapping = None
-        for fd in (self._fd, self._base_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._base_fd = -1
 
     def __enter__(self) -> Update:
         return self
@@ -305,17 +247,5 @@ class Update:
             self.abort()
 
 
-class _Torn:
-    """Stops once in the middle of a tensor's bytes."""
-
-    def __init__(self, sink: Sink, at: At) -> None:
-        self._sink, self._at, self._done = sink, at, False
-
-    def write(self, offset: int, data: memoryview) -> None:
-        if self._done or len(data) < 2:
-            self._sink.write(offset, data)
-            return
-        self._done, half = True, len(data) // 2
-        self._sink.write(offset, data[:half])
-        self._at("torn")
-        self._sink.write(offset + half, data[half:])
+def _at_rank(at: At, rank: int) -> Callable[[str], None]:
+    return lambda name: at(_point(rank, name))

@@ -82,20 +82,39 @@ class Vault:
         for arena in last.arenas if last else ():
             self._revive_arena(arena, found.pop(arena.memory, None))
         parted: dict[str, list[WeightsRow]] = {}
+        unfinished = self._unfinished(last.weights if last else (), sources)
         for row in last.weights if last else ():
             source = sources.get(row.model)
+            if row.model in unfinished:
+                self._begin_anew(row, found.pop(row.memory, None))
+                continue
             if source is not None and resplit.other_parts(row, source):
                 parted.setdefault(row.model, []).append(row)
             stopped = last is not None and last.stopped
             again = self._revive_model(row, found.pop(row.memory, None), sources, stopped=stopped)
             if again is not None:
                 self.to_load[row.model, row.rank] = again
+        for model in {name for name, _ in self.models.entries}:
+            self.models.level(model)
         for model, rows in parted.items():
             for row in resplit.rows_to_load(rows, sources[model]):
                 self.to_load[model, row.rank] = row
         self.keeping.save()
         for name, fd in found.items():  # a death between the store and the ledger left them; nobody was told of them
             self._forget(name, fd, "no ledger row names it")
+
+    @staticmethod
+    def _unfinished(rows: tuple[WeightsRow, ...], sources: Mapping[str, Source]) -> set[str]:
+        return {
+            model
+            for model, source in sources.items()
+            if resplit.never_whole([row for row in rows if row.model == model and row.source == source.text()], source)
+        }
+
+    def _begin_anew(self, row: WeightsRow, fd: int | None) -> None:
+        if fd is not None:
+            self._forget(row.memory, fd, "the last life ended before all parts of its model were there")
+        self.to_load[row.model, row.rank] = resplit.anew(row)
 
     def _forget(self, name: str, fd: int, why: str) -> None:
         os.close(fd)

@@ -82,7 +82,8 @@ class Job:
 
 @dataclass
 class ModelEntry:
-    """``readers``: connection -> process and the version that it maps. ``next``: being written (swap)."""
+    """One part of a model. ``readers``: connection -> process and the version that it maps. ``next``: being written
+    (swap). ``carried``: digests of the last version's chunks, where they were whole when the update began."""
 
     weights: core.Weights
     rank: int
@@ -90,6 +91,7 @@ class ModelEntry:
     version: Version | None = None
     next: Version | None = None
     writer: str = ""
+    carried: tuple[bytes, ...] = ()
     readers: dict[int, m.ReaderInfo] = field(default_factory=dict)
 
     def info(self) -> m.WeightsInfo:

@@ -89,23 +89,34 @@ class RejoinWeights(Message, frozen=True, kw_only=True, tag=True):
 
 
 class BeginUpdate(Message, frozen=True, kw_only=True, tag=True):
-    """Needs role loader; one writer per model. ``mode``: "swap" writes the next version beside the last one, which
-    stays whole and readable until the commit; "in_place" overwrites it (engines paused, attach refused), needs no
-    second copy, and is open only to models configured ``update = "in_place"``; "" is what the model is configured
-    for. ``whole``: every byte will be written; a TORN model takes nothing else."""
+    """Needs role loader; one writer per model, of all its parts (one for each tensor-parallel rank). ``mode``: "swap"
+    writes the next version beside the last one, which stays whole and readable until the commit; "in_place" overwrites
+    it (engines paused, attach refused), needs no second copy, and is open only to models configured
+    ``update = "in_place"``; "" is what the model is configured for. ``whole``: every byte will be written; a TORN model
+    takes nothing else. Answered by the UpdateGrant of rank 0."""
 
     model: str
     from_version: int
     owner_generation: int
     mode: str = ""
     whole: bool = False
-    rank: int = 0
+
+
+class UpdatePart(Message, frozen=True, kw_only=True, tag=True):
+    """The writer asks for the UpdateGrant of another rank of the update that it has begun. ``version``: the one of
+    rank 0's grant."""
+
+    model: str
+    version: int
+    owner_generation: int
+    rank: int
 
 
 class UpdateGrant(Message, frozen=True, kw_only=True, tag=True):
     """Comes with a read-write FD of the memory to write; with ``has_base`` a second, read-only FD of ``from_version``
     follows (swap: the new memory is zeroes, so what is not written anew is copied from there); with an empty ``layout``
-    its FD is the last. ``chunk_digests``: of ``from_version``, () where its bytes are not whole."""
+    its FD is the last. ``chunk_digests``: of ``from_version``, () where its bytes are not whole. ``ranks``: parts that
+    the model lies in; the others are asked for by UpdatePart."""
 
     model: str
     version: int
@@ -116,19 +127,28 @@ class UpdateGrant(Message, frozen=True, kw_only=True, tag=True):
     mode: str
     has_base: bool
     rank: int = 0
+    ranks: int = 1
+
+
+class PartDigests(msgspec.Struct, frozen=True, kw_only=True):
+    """What the writer says of one part: sha256 of each 64 MiB, and the digest over them."""
+
+    chunk_digests: tuple[bytes, ...]
+    digest: str
 
 
 class CommitUpdate(Message, frozen=True, kw_only=True, tag=True):
     """``version``: the one of the grant. The writer has unmapped the memory (swap: a writable mapping that is left
     refuses the commit, which can then be sent again). The owner hashes the bytes itself before it answers with
-    WeightsInfo; on a difference it answers WeightsBroken, and the model is as after an abort."""
+    WeightsInfo; on a difference it answers WeightsBroken, and the model is as after an abort. ``chunk_digests``,
+    ``digest``: of rank 0, ``others``: of ranks 1 and up. The version is sealed in all parts or in none."""
 
     model: str
     version: int
     owner_generation: int
     chunk_digests: tuple[bytes, ...]
     digest: str
-    rank: int = 0
+    others: tuple[PartDigests, ...] = ()
 
 
 class AbortUpdate(Message, frozen=True, kw_only=True, tag=True):
@@ -139,17 +159,15 @@ class AbortUpdate(Message, frozen=True, kw_only=True, tag=True):
     version: int
     owner_generation: int
     touched: bool = True
-    rank: int = 0
 
 
 class RepublishWeights(Message, frozen=True, kw_only=True, tag=True):
     """Role loader or admin: load a TORN model from its configured files again. ``version``: the last whole one.
-    Answered by WeightsInfo when it is sealed."""
+    Answered by WeightsInfo when all its parts are sealed."""
 
     model: str
     version: int
     owner_generation: int
-    rank: int = 0
 
 
 # --- arenas -----------------------------------------------------------------------------------------------------
@@ -263,8 +281,8 @@ class ReaderInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsInfo(Message, frozen=True, kw_only=True, tag=True):
-    """Reply of the update messages, and a row of the status. ``version``: the last sealed one. ``staging``: bytes of
-    a version being written beside it."""
+    """Reply of the update messages (of rank 0, the others being in the same state), and a row of the status.
+    ``version``: the last sealed one. ``staging``: bytes of a version being written beside it."""
 
     model: str
     state: str
@@ -309,6 +327,7 @@ Request = (
     | AttachWeights
     | RejoinWeights
     | BeginUpdate
+    | UpdatePart
     | CommitUpdate
     | AbortUpdate
     | RepublishWeights

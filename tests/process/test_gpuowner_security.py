@@ -31,6 +31,7 @@ REQUESTS: tuple[Any, ...] = (
     o.AttachWeights(model="m"),
     o.RejoinWeights(model="m", version=1, digest="", owner_generation=1),
     o.BeginUpdate(model="m", from_version=1, owner_generation=1),
+    o.UpdatePart(model="m", version=2, owner_generation=1, rank=0),
     o.CommitUpdate(model="m", version=2, owner_generation=1, chunk_digests=(b"x" * 32,), digest=""),
     o.AbortUpdate(model="m", version=2, owner_generation=1),
     o.RepublishWeights(model="m", version=1, owner_generation=1),

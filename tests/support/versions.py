@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,11 @@ def versions_in(view: WeightsView) -> dict[str, set[int]]:
 class Writer:
     """A process that updates a model and stops itself (SIGSTOP) at ``point``."""
 
-    def __init__(self, socket: Path, model: str, mode: str, kind: str, version: int, point: str) -> None:
-        command = [sys.executable, "-m", "tests.support.versions", str(socket), model, mode, kind, str(version), point]
+    def __init__(
+        self, socket: Path, model: str, mode: str, kind: str, version: int, point: str, module: str = __name__
+    ) -> None:
+        """``module``: whose model and ``write`` it is."""
+        command = [sys.executable, "-m", module, str(socket), model, mode, kind, str(version), point]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPO,
             env={**os.environ, "PYTHONPATH": str(REPO)},
@@ -114,7 +118,10 @@ def write(client: OwnerClient, model: str, mode: str, kind: str, version: int, a
     update.commit()
 
 
-def main() -> None:
+Write = Callable[[OwnerClient, str, str, str, int, Callable[[str], None]], None]
+
+
+def main(write: Write = write) -> None:
     socket, model, mode, kind, version, point = sys.argv[1:]
 
     def at(name: str) -> None:

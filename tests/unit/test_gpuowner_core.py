@@ -36,6 +36,7 @@ SAMPLES: dict[type, object] = {
     core.WriterDied: core.WriterDied(peer=1),
     core.RebuildBegun: core.RebuildBegun(NOW),
     core.WeightsAdopted: core.WeightsAdopted(owner=2, intact=True),
+    core.SiblingTorn: core.SiblingTorn(version=1, reason="rank 1"),
 }
 COMMITTING = (core.Committed, core.Mismatched)  # come after the writer has let go
 
@@ -186,6 +187,7 @@ weights_events = st.one_of(
     st.builds(core.WriterDied, peer=peers),
     st.builds(core.RebuildBegun, stamp=stamps),
     st.builds(core.WeightsAdopted, owner=st.just(2), intact=st.booleans()),
+    st.builds(core.SiblingTorn, version=st.integers(1, 4), reason=st.just("r")),
 )
 
 
@@ -212,7 +214,7 @@ def test_bytes_that_are_not_those_of_a_version_are_never_readable(events: list[c
                 dirty = dirty and (touched or not overwriting)
             case core.WeightsAdopted(intact=False):
                 dirty = True
-            case core.BuildFailed() | core.RebuildBegun():
+            case core.BuildFailed() | core.RebuildBegun() | core.SiblingTorn():
                 dirty = True
         if dirty:
             with pytest.raises(WeightsTorn):

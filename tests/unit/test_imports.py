@@ -37,6 +37,7 @@ CORES = [
     "belayerd/router/records.py",
     "belayerd/router/events.py",
     "gpuowner/core.py",
+    "gpuowner/together.py",
     "envkeeper/core.py",
     "envkeeper/asking.py",
     "envkeeper/budget.py",
