@@ -21,7 +21,9 @@ from belayer.messages.common import Done
 from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate, SlotWeights, WeightsUpdated
 from belayer.messages.owner import OwnerStatusReply, WeightsInfo
 from belayer.messages.worker import FollowWeights, OracleReply, Pause, Proceed, WorkerStatus, WorkerStatusReply
+from belayerd import weights_gate
 from belayerd.links import OwnerLink, WorkerLink
+from belayerd.weights_gate import Parts
 
 
 @dataclass(frozen=True)
@@ -147,15 +149,16 @@ class Updates:
 
     async def look(self, status: OwnerStatusReply) -> None:
         """Once a second: what no open update explains is put right."""
-        for info in status.weights:
-            lock = self._locks.get(info.model)
-            if lock is None or lock.locked() or not self._behind(info):
+        for model in dict.fromkeys(row.model for row in status.weights):
+            lock = self._locks.get(model)
+            rows = [row for row in status.weights if row.model == model]
+            if lock is None or lock.locked() or not self._behind(model, max(row.version for row in rows)):
                 continue
-            opener = self._open.get(info.model)
-            if info.writer or (opener is not None and opener.may_still_write()):
+            opener = self._open.get(model)
+            if any(row.writer for row in rows) or (opener is not None and opener.may_still_write()):
                 continue
             async with lock:
-                await self._put_right(info.model)
+                await self._put_right(model)
 
     # --- inside ---
 
@@ -167,11 +170,11 @@ class Updates:
     def _of(self, model: str) -> list[UpdatedSlot]:
         return [slot for slot in self._slots if slot.model == model]
 
-    def _behind(self, info: WeightsInfo) -> bool:
-        if info.model in self._open:
+    def _behind(self, model: str, version: int) -> bool:
+        if model in self._open:
             return True
-        seats = [seat for slot in self._of(info.model) for seat in slot.seats() if seat is not None]
-        return any(seat.paused or seat.version < info.version for seat in seats)
+        seats = [seat for slot in self._of(model) for seat in slot.seats() if seat is not None]
+        return any(seat.paused or seat.version < version for seat in seats)
 
     async def _refuse_foreign(self, asked: EndWeightsUpdate, opened: Opener) -> None:
         if asked.update in ("", opened.update):
@@ -195,7 +198,8 @@ class Updates:
             self._log.warning("workers brought to the sealed weights", model=model, version=done.version)
 
     async def _finish(self, model: str) -> WeightsUpdated:
-        info = await self._info(model)
+        parts = await self._parts(model)
+        info = weights_gate.together(parts)
         if info.writer:
             raise Refused(
                 f"{info.writer} is still writing {model}", kept="mains paused", remedy="commit or abort first"
@@ -206,7 +210,7 @@ class Updates:
                 kept="mains stay paused, requests wait",
                 remedy="publish the weights again",
             )
-        done = await asyncio.gather(*(self._follow(slot, info.version) for slot in self._of(model)))
+        done = await asyncio.gather(*(self._follow(slot, parts) for slot in self._of(model)))
         self._open.pop(model, None)
         self.held.discard(model)
         for slot in self._of(model):
@@ -214,11 +218,10 @@ class Updates:
         return WeightsUpdated(model=model, version=info.version, slots=tuple(done))
 
     async def _info(self, model: str) -> WeightsInfo:
-        status = await self._weights.status()
-        row = next((row for row in status.weights if row.model == model), None)
-        if row is None:
-            raise WeightsBroken(f"the weights owner (pid {status.pid}) does not hold {model}")
-        return row
+        return weights_gate.together(await self._parts(model))
+
+    async def _parts(self, model: str) -> Parts:
+        return weights_gate.parts_of(model, await self._weights.status())
 
     def _patience(self, model: str, opener: Opener) -> float:
         """A long step is legal, and its main pauses after it. In place that is waited for as long as the writer waits:
@@ -250,15 +253,15 @@ class Updates:
                 reason = str(why)
         return _row(slot, main, shadow, watch, reason)
 
-    async def _follow(self, slot: UpdatedSlot, version: int) -> SlotWeights:
-        watch, reasons = Stopwatch(), []
+    async def _follow(self, slot: UpdatedSlot, parts: Parts) -> SlotWeights:
+        watch, reasons, version = Stopwatch(), [], parts[0].version
         main, shadow = slot.seats()
         oracle: OracleReply | None = None
         for seat in (main, shadow):
             if seat is None:
                 continue
             try:
-                reply = await self._bring(seat, version, is_main=seat is main)
+                reply = await self._bring(seat, parts, is_main=seat is main)
                 if reply is not None and oracle is not None and reply.oracle.token != oracle.oracle.token:
                     raise WeightsBroken(f"its oracle gives {reply.oracle}, the main's {oracle.oracle}")
             except BelayerError as why:
@@ -270,9 +273,9 @@ class Updates:
                     slot.followed(seat.worker_id, reply)
         return _row(slot, *slot.seats(), watch, "; ".join(reasons))
 
-    async def _bring(self, seat: Seat, version: int, *, is_main: bool) -> OracleReply | None:
-        """To ``version`` when it is behind, and going when it is paused."""
-        step = self._limits.step_deadline_s
+    async def _bring(self, seat: Seat, parts: Parts, *, is_main: bool) -> OracleReply | None:
+        """To the sealed version when it is behind, and going when it is paused."""
+        step, version = self._limits.step_deadline_s, parts[0].version
         status = await seat.link.call(WorkerStatus(), WorkerStatusReply, step)
         reply = None
         if status.weight_version < version:
@@ -280,6 +283,8 @@ class Updates:
                 await seat.link.call(Pause(generation=seat.generation), Done, step)
             message = FollowWeights(version=version)
             reply = await seat.link.call(message, OracleReply, self._limits.follow_deadline_s)
+            # Rank by rank: before it takes a step for anybody.
+            weights_gate.same_or_refuse(parts, await seat.link.call(WorkerStatus(), WorkerStatusReply, step))
         elif seat.version < version and status.oracle is not None:
             # It has followed, and the belayerd that told it to did not live to hear of it.
             reply = OracleReply(oracle=status.oracle, equal=True, ms=0.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from belayer.errors import OwnerGone, WeightsBroken, WeightsTorn
 from belayer.messages.owner import OwnerStatusReply, WeightsInfo
 from belayer.messages.worker import WorkerStatusReply
@@ -23,10 +25,17 @@ def parts_of(model: str, owner: OwnerStatusReply) -> Parts:
     return parts
 
 
+def together(parts: Parts) -> WeightsInfo:
+    """One row for all: sealed when every part is, written while one is."""
+    row = next((part for part in parts if part.state != "sealed"), parts[0])
+    return msgspec.structs.replace(row, writer=next((part.writer for part in parts if part.writer), ""))
+
+
 def settled_or_refuse(parts: Parts, *, held: bool) -> None:
     """Raises WeightsTorn while a part is written in place, or torn: the next sealed version is waited for; requests
     wait within their bound. ``held``: an update of the model is open."""
-    unsettled = [part for part in parts if part.state != "sealed" and not part.staging]
+    whole = {"sealed", "updating"} if any(part.staging for part in parts) else {"sealed"}  # written beside them
+    unsettled = [part for part in parts if part.state not in whole]
     if held or unsettled:
         state = unsettled[0].state if unsettled else parts[0].state
         raise WeightsTorn(f"an update of {parts[0].model} is open ({state})", remedy="end the update, or publish again")

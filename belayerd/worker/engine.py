@@ -32,6 +32,7 @@ from belayerd.worker.following import Following
 from belayerd.worker.fronts import Fronts
 from belayerd.worker.heart import Heart
 from belayerd.worker.priority import come_back
+from belayerd.worker.ranks import whole_digest
 from belayerd.worker.standby import same_oracle, take_oracle
 from gpuowner.attach import ArenaView, WeightsView
 
@@ -90,7 +91,6 @@ class Standing:
     oracle: m.Oracle | None = None
     failure: str = ""
     start_ms: dict[str, float] = field(default_factory=dict)
-    rank_digests: tuple[str, ...] = ()  # of the parts of the weights that ranks 1 and up map
 
 
 class Outbox:
@@ -144,7 +144,7 @@ class Engine:
             seq=outbox.seq,
             version=core.weight_version,
             announce=lambda phase, seconds: heart.announce(phase, call_s if seconds is None else seconds),
-            digest=lambda: weights.grant.digest,
+            digest=lambda: whole_digest((weights.grant.digest, *(other.digest for other in core.others()))),
         )
         self._following = Following(core, heart, weights, vocab)
         self._control: wire.Decoder[Any] = wire.Decoder(m.Request)
@@ -159,6 +159,7 @@ class Engine:
             if (busy and not following.paused) or self._line.wait(heart.every_s):
                 self._take_messages()
             if following.paused:
+                core.idle()
                 heart.hold(*core.counts())
                 continue
             ran = core.turn()
@@ -280,6 +281,7 @@ class Engine:
     def _status(self) -> m.WorkerStatusReply:
         standing = self._standing
         running, waiting = self._core.counts()
+        others = self._core.others()
         return m.WorkerStatusReply(
             worker_id=standing.worker_id,
             slot=standing.slot,
@@ -287,9 +289,9 @@ class Engine:
             state=standing.state,
             generation=standing.generation,
             epoch=self._arena.epoch,
-            weight_version=self._weights.grant.version,
+            weight_version=min((self._weights.grant.version, *(other.version for other in others))),
             weights_digest=self._weights.grant.digest,
-            rank_digests=self._standing.rank_digests,
+            rank_digests=tuple(other.digest for other in others),
             oracle=standing.oracle,
             failure=standing.failure,
             running=running,

@@ -85,7 +85,6 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     core.set_weight_version(str(view.grant.version))
     lap("engine")
     verified()
-    standing.rank_digests = seat.seat().rank_digests
     lap("verify")
     vocab = core.vllm_config.model_config.get_vocab_size()
     warm_up(core, slot.max_model_len, slot.max_num_batched_tokens, vocab, lap)

@@ -8,6 +8,7 @@ inside a step. So belayerd sees one dead worker, and a blocked leader is a silen
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import socket
@@ -24,6 +25,7 @@ import structlog
 
 from belayer import lastwords, procs
 from belayer.errors import WorkerFailed
+from belayer.messages.common import ErrorReply
 from belayer.procs import die_with_parent
 
 logger = structlog.get_logger(daemon="worker")
@@ -51,6 +53,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
     """A rank's, to the call ``serial``: digest of what it heard, digest of what it found, its own part of the weights.
+    ``refused``: it did nothing of a call that may be refused.
 
     The tokens alone would not show a rank with other weights or another step: the ranks add up their parts, and all of
     them see the same wrong sum."""
@@ -60,6 +63,20 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     found: bytes
     version: int
     weights: str
+    refused: ErrorReply | None = None
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """The part of the weights that a rank says it computes with."""
+
+    version: int
+    digest: str
+
+
+def whole_digest(parts: Sequence[str]) -> str:
+    """One for all: ``parts`` are the digests of the ranks, in order."""
+    return parts[0] if len(parts) == 1 else hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
 
 def apart(mine: Answer, answer: Answer) -> str:

@@ -80,6 +80,9 @@ class IdleCore:
     def counts(self) -> tuple[int, int]:
         return 0, 0
 
+    def others(self) -> tuple[()]:
+        return ()
+
     def weight_version(self) -> str:
         return "1"
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from belayer.config import Policy
-from belayer.errors import Fenced, Refused, WorkerFailed, WorkerGone
+from belayer.errors import Fenced, Refused, WeightsTorn, WorkerFailed, WorkerGone
 from belayer.messages import trainer as m
 from belayer.messages.common import Done
 from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate
@@ -44,13 +44,17 @@ class Owner:
 
     def __init__(self) -> None:
         self.version, self.writer = 1, ""
+        self.states: tuple[str, ...] = ("sealed",)  # of each rank's part
 
     async def status(self) -> OwnerStatusReply:
-        row = WeightsInfo(
-            model=MODEL, state="sealed", version=self.version, nbytes=1, digest="d", readers=(), load_ms=0.0,
-            load_mb_s=0.0, owner_generation=1, writer=self.writer,
+        rows = tuple(
+            WeightsInfo(
+                model=MODEL, state=state, version=self.version, nbytes=1, digest=f"d{rank}", readers=(), load_ms=0.0,
+                load_mb_s=0.0, owner_generation=1, writer=self.writer, rank=rank,
+            )
+            for rank, state in enumerate(self.states)
         )  # fmt: skip
-        return OwnerStatusReply(kind="weights", pid=7, backend="memfd", owner_generation=1, weights=(row,))
+        return OwnerStatusReply(kind="weights", pid=7, backend="memfd", owner_generation=1, weights=rows)
 
 
 class Slot:
@@ -62,6 +66,8 @@ class Slot:
         self.orders: list[str] = []
         self.version, self.paused = 1, False
         self.in_handover = self.asked = False
+        self.ranks: tuple[str, ...] = ()  # digests that ranks 1 and up map
+        self.left: list[str] = []
 
     @property
     def pair(self) -> Pair:
@@ -77,7 +83,7 @@ class Slot:
 
     def followed(self, worker_id: str, reply: OracleReply) -> None: ...
     def left_behind(self, worker_id: str, why: str) -> None:
-        raise AssertionError(why)
+        self.left.append(why)
 
     def try_again(self) -> None: ...
 
@@ -96,7 +102,7 @@ class Slot:
             case _:
                 return WorkerStatusReply(
                     worker_id="w1", slot=MODEL, pid=1, state=WorkerState.MAIN, weight_version=self.version,
-                    weights_digest="d", paused=self.paused,
+                    weights_digest="d0", rank_digests=self.ranks, paused=self.paused,
                 )  # fmt: skip
         return Done(detail="")
 
@@ -165,7 +171,9 @@ class Host:
 
 def run(path: Path, body: Callable[[Host], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
-        await body(Host(path))
+        host = Host(path)
+        await body(host)
+        assert host.slot.left == []
 
     asyncio.run(main())
 
@@ -302,3 +310,34 @@ def test_a_main_that_followed_unheard_is_asked_once(tmp_path: Path) -> None:
         assert slot.orders == ["WorkerStatus", "Proceed"]
 
     asyncio.run(main())
+
+
+def test_an_end_waits_for_the_part_of_every_rank(tmp_path: Path) -> None:
+    async def body(host: Host) -> None:
+        host.owner.states, host.slot.ranks = ("sealed", "torn"), ("d1",)
+        await host.begin("a")
+        with pytest.raises(WeightsTorn, match="are torn"):
+            await host.end("a")
+        host.owner.states, host.owner.writer = ("updating", "updating"), "trainer"
+        with pytest.raises(Refused, match="trainer is still writing"):
+            await host.end("a")
+        assert host.slot.paused
+        host.owner.states, host.owner.writer, host.owner.version = ("sealed", "sealed"), "", 2
+        await host.updates.look(await host.owner.status())
+        assert (host.slot.version, host.slot.paused) == (2, False)
+
+    run(tmp_path / "l", body)
+
+
+def test_a_worker_whose_rank_maps_other_bytes_is_replaced_and_takes_no_step(tmp_path: Path) -> None:
+    async def body(host: Host) -> None:
+        host.owner.states, host.slot.ranks = ("sealed", "sealed"), ("other",)
+        await host.begin("a")
+        host.owner.version = 2
+        await host.end("a")
+        assert host.slot.orders[-2:] == ["FollowWeights", "WorkerStatus"]
+        (why,) = host.slot.left
+        assert "(rank 1) maps version 2 (other), the owner holds 2 (d1)" in why
+        host.slot.left.clear()
+
+    run(tmp_path / "l", body)

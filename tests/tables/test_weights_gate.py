@@ -70,3 +70,13 @@ def test_an_open_update_is_waited_for_and_a_version_that_is_only_being_staged_is
     with pytest.raises(WeightsTorn, match="is open"):
         passes(owner(part(0), part(1)), TWO, held=True)
     passes(owner(part(0, state="updating", staging=5), part(1, state="updating", staging=5)), TWO)
+    passes(owner(part(0, state="updating", staging=5), part(1, state="updating")), TWO)  # rank 1: nothing written yet
+    with pytest.raises(WeightsTorn, match="torn"):
+        passes(owner(part(0, state="updating", staging=5), part(1, state="torn")), TWO)
+
+
+def test_one_row_for_all_parts_is_sealed_when_each_is_and_has_the_writer_of_any() -> None:
+    assert gate.together((part(0), part(1))) == part(0)
+    torn = part(1, state="torn", reason="r")
+    assert gate.together((part(0), torn)) == torn
+    assert gate.together((part(0), part(1, writer="t"))).writer == "t"

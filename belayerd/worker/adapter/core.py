@@ -25,6 +25,7 @@ from belayer.errors import ConfigInvalid
 from belayerd import vllm_words
 from belayerd.worker.adapter import grammar, kernels
 from belayerd.worker.adapter.seat import seat
+from belayerd.worker.ranks import Mapped
 
 logger = structlog.get_logger(daemon="worker")
 
@@ -228,6 +229,10 @@ class Core(EngineCoreProc):
         slot and must end."""
         if self.vllm_config.parallel_config.world_size > 1:
             self.model_executor.promote(epoch, owner_generation)
+
+    def others(self) -> tuple[Mapped, ...]:
+        """What ranks 1 and up map of the weights."""
+        return seat().others
 
     def held(self) -> bool:
         """Whether whoever called the engine's own pause keeps it from every step: requests may wait for hours."""

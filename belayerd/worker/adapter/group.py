@@ -1,9 +1,9 @@
 """vLLM's executor over our own ranks: the leader's worker in this process, the others by messages (worker.ranks).
 
 Every call goes to all ranks; each ends a call by saying what it heard, what it found (digests) and with which weights,
-which must be the leader's. So ranks that have come apart (a step, a layout, a token, a weight version) end the worker
-instead of making wrong tokens. A rank that fails in
-a call ends its process, and with it the worker.
+which must be those that the group was last said to compute with. So ranks that have come apart (a step, a layout, a
+token, a weight version) end the worker instead of making wrong tokens. A rank that fails in a call ends its process,
+and with it the worker; only "follow the weights" may be refused, and until all of them have followed no step is taken.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -25,14 +26,17 @@ from vllm.v1.serial_utils import run_method
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 from belayer.clock import monotonic
-from belayer.errors import Refused, WorkerFailed
+from belayer.errors import BelayerError, Refused, WorkerFailed
+from belayer.messages.common import ErrorReply
+from belayer.rpc import raise_if_error, to_reply
 from belayerd.worker.adapter import steps
 from belayerd.worker.adapter.gloo import Group, join
 from belayerd.worker.adapter.seat import seat
 from belayerd.worker.priority import come_back
-from belayerd.worker.ranks import Answer, Call, Line, apart
+from belayerd.worker.ranks import Answer, Call, Line, Mapped, apart
 
 PULSE_S = 0.1
+_FOLLOW = "follow_weights"
 
 # Calls whose results must be the same on all ranks, and calls whose results are the leader's own affair.
 _SAME = frozenset(
@@ -53,10 +57,19 @@ def digest(thing: Any) -> bytes:
     return hashlib.sha256(repr(thing).encode()).digest()
 
 
-def _answer(call: Call, found: bytes) -> Answer:
+def _answer(call: Call, found: bytes, refused: ErrorReply | None = None) -> Answer:
     grant = seat().weights.grant
     heard = hashlib.sha256(call.method.encode() + call.args).digest()
-    return Answer(serial=call.serial, heard=heard, found=found, version=grant.version, weights=grant.digest)
+    return Answer(
+        serial=call.serial, heard=heard, found=found, version=grant.version, weights=grant.digest, refused=refused
+    )
+
+
+def _done_or_why(act: Callable[[], Any]) -> tuple[Any, ErrorReply | None]:
+    try:
+        return act(), None
+    except BelayerError as why:  # nothing but the mapping may have changed, and the answer says which it is
+        return None, to_reply(why)
 
 
 def _tokens(output: Any) -> Any:
@@ -102,10 +115,9 @@ class GroupExecutor(Executor):
         self._ranks.tell(Call("build"))
         self._worker = build(self.vllm_config, Group(0, self._ranks.size, held.meet))
         built = [msgspec.msgpack.decode(data, type=Answer) for data in self._ranks.answers()]
-        self._weights = tuple(answer.weights for answer in built)
-        held.rank_digests = self._weights
-        mine = _answer(Call("build"), b"")
-        self._in_step("build", mine, built)
+        self._map(built)
+        self._in_step("build", _answer(Call("build"), b""), built)
+        self._even_or_refuse()
 
     def collective_rpc(
         self,
@@ -115,9 +127,13 @@ class GroupExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
-        if not isinstance(method, str) or kwargs or method not in _SAME | _ANY:
+        if not isinstance(method, str) or kwargs or method not in _SAME | _ANY | {_FOLLOW}:
             raise Refused(f"{method} cannot be called on an engine of several ranks", kept="the engine as it is")
-        mine = self._call(method, msgspec.msgpack.encode(args), lambda: run_method(self._worker, method, args, {}))
+        data = msgspec.msgpack.encode(args)
+        if method == _FOLLOW:
+            mine = self._follow(data, args)
+        else:
+            mine = self._call(method, data, lambda: run_method(self._worker, method, args, {}))
         result = [mine, *(copy.deepcopy(mine) for _ in self._ranks.lines)]
         if not non_block:
             return result
@@ -127,18 +143,48 @@ class GroupExecutor(Executor):
 
     def _call(self, method: str, data: bytes, mine: Callable[[], Any], said: Callable[[Any], Any] | None = None) -> Any:
         """``mine()`` in step with the ranks; ``said`` picks what all must agree on."""
-        self._serial += 1
-        call = Call(method, data, self._serial)
-        self._ranks.tell(call)
+        call = self._tell(method, data)
         result = mine()
         expected = _answer(call, digest(said(result) if said else result if method in _SAME else None))
         answers = [msgspec.msgpack.decode(answer, type=Answer) for answer in self._ranks.answers()]
         self._in_step(method, expected, answers)
         return result
 
+    def _tell(self, method: str, data: bytes) -> Call:
+        self._serial += 1
+        call = Call(method, data, self._serial)
+        self._ranks.tell(call)
+        return call
+
+    def _follow(self, data: bytes, args: tuple[Any, ...]) -> Any:
+        """Every rank moves to the owner's last version. Raises what the first that could not gave as its reason; then
+        some may have moved, no step is taken, and the call can be made again: who has moved verifies its bytes anew."""
+        call = self._tell(_FOLLOW, data)
+        mine, refused = _done_or_why(lambda: run_method(self._worker, _FOLLOW, args, {}))
+        answers = [msgspec.msgpack.decode(answer, type=Answer) for answer in self._ranks.answers()]
+        self._map(answers)
+        self._in_step(_FOLLOW, _answer(call, digest(None)), answers)
+        for one in (refused, *(answer.refused for answer in answers)):
+            raise_if_error(one)
+        self._even_or_refuse()
+        return mine
+
+    def _map(self, answers: list[Answer]) -> None:
+        seat().others = tuple(Mapped(answer.version, answer.weights) for answer in answers)
+
+    def _even_or_refuse(self) -> None:
+        """Raises WorkerFailed while the ranks compute with parts of different versions."""
+        versions = [seat().weights.grant.version, *(other.version for other in seat().others)]
+        if len(set(versions)) > 1:
+            raise WorkerFailed(
+                f"the ranks map weights of versions {', '.join(map(str, versions))}",
+                kept="no step is taken",
+                remedy="FollowWeights again, or a new worker",
+            )
+
     def _in_step(self, method: str, mine: Answer, answers: list[Answer]) -> None:
-        for rank, answer in enumerate(answers, start=1):
-            why = apart(msgspec.structs.replace(mine, weights=self._weights[rank - 1]), answer)
+        for rank, (answer, mapped) in enumerate(zip(answers, seat().others, strict=True), start=1):
+            why = apart(msgspec.structs.replace(mine, version=mapped.version, weights=mapped.digest), answer)
             if why:
                 raise WorkerFailed(
                     f"rank {rank} and the leader have come apart in {method}: {why}",
@@ -157,6 +203,7 @@ class GroupExecutor(Executor):
         )  # fmt: skip
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        self._even_or_refuse()
         data = steps.encode_step(scheduler_output)
         output = self._call("execute_model", data, lambda: self._worker.execute_model(scheduler_output), _tokens)
         if not non_block:
@@ -200,6 +247,11 @@ def serve(args: EngineArgs, group: Group, line: Line) -> None:
         if call.method == "build":
             worker = build(config, group)
             line.send(msgspec.msgpack.encode(_answer(call, b"")))
+            continue
+        if call.method == _FOLLOW:
+            args = tuple(msgspec.msgpack.decode(call.args))
+            _, refused = _done_or_why(partial(run_method, worker, _FOLLOW, args, {}))
+            line.send(msgspec.msgpack.encode(_answer(call, digest(None), refused)))
             continue
         found = digest(_do(worker, config, group, call))
         line.send(msgspec.msgpack.encode(_answer(call, found)))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from belayer.errors import BelayerError
 from belayerd.worker.adapter.bound import Bound
-from belayerd.worker.ranks import Ranks
+from belayerd.worker.ranks import Mapped, Ranks
 from gpuowner.attach import ArenaView, WeightsView
 
 
@@ -20,8 +20,8 @@ from gpuowner.attach import ArenaView, WeightsView
 class Seat:
     """``scheduled`` is called inside each step, before the model runs, with its number of tokens; ``stepped`` after
     the step. ``bound``: what became of the model's tensors, once they are loaded. ``ranks``: the other processes of a
-    tensor-parallel worker, in its leader; ``meet``: the file where they meet; ``rank_digests``: of their parts
-    of the weights. ``packed``: the slot wants its matrices in the CPU kernel's own form too."""
+    tensor-parallel worker, in its leader; ``meet``: the file where they meet; ``others``: what they said last
+    that they map of the weights. ``packed``: the slot wants its matrices in the CPU kernel's own form too."""
 
     weights: WeightsView
     arena: ArenaView
@@ -30,7 +30,7 @@ class Seat:
     bound: Bound | None = None
     ranks: Ranks | None = None
     meet: Path | None = None
-    rank_digests: tuple[str, ...] = ()
+    others: tuple[Mapped, ...] = ()
     packed: bool = False
 
 
