@@ -9,7 +9,8 @@ SECONDS`` (on a core), ``phase SECONDS`` (asleep, and announced, as a first shap
 
 ``/collective_rpc`` finds the method ``nap SECONDS``.
 
-``rank digest``: a worker says another digest of its rank's weights. ``apart HOW``: see ``drifting``.
+``rank digest``: a worker says another digest of its rank's weights. ``apart HOW``: see ``drifting``. ``rank follow``:
+rank 1 of a main does not follow an update, once.
 
 ``start HOW``: each worker that is forked ends before it has an engine, ``rank HOW``: its rank 1 does. HOW is one of
 ``raise``, ``exit``, ``signal``, ``oom`` (the kernel ends it, for the memory that it takes).
@@ -27,7 +28,7 @@ from typing import Any
 import msgspec
 
 from belayer.clock import monotonic
-from belayer.errors import HostUnfit, LeaseRefused, WorkerFailed
+from belayer.errors import HostUnfit, LeaseRefused, WeightsTorn, WorkerFailed
 from belayer.messages import worker as m
 from belayer.paths import Paths
 from belayerd.worker import zygote
@@ -146,6 +147,18 @@ def drifting(real: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
     return receive
 
 
+def not_following(real: Callable[..., Any]) -> Callable[..., Any]:
+    def follow(*args: Any) -> Any:
+        from belayerd.worker.adapter.seat import seat
+
+        mains_rank = seat().ranks is None and seat().arena.epoch >= 0
+        if mains_rank and asked(Paths()) == "rank follow" and once():
+            raise WeightsTorn("the rank does not follow, on purpose")
+        return real(*args)
+
+    return follow
+
+
 def once() -> bool:
     """True for the first that comes."""
     try:
@@ -164,8 +177,10 @@ def main() -> int:
     vars(worker)["Engine"] = saboteur()
     vars(worker)["run"] = failing("start", worker.run)
     vars(rank)["run"] = failing("rank", rank.run)
+    from belayerd.worker.adapter import weights
     from belayerd.worker.adapter.arena import BelayerWorker
 
+    vars(weights)["follow"] = not_following(weights.follow)
     setattr(BelayerWorker, "nap", lambda _, seconds: threading.Event().wait(float(seconds)))  # noqa: B010
     setattr(ranks.Line, "receive", drifting(ranks.Line.receive))  # noqa: B010
     return zygote.main()
