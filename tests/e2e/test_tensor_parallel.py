@@ -215,7 +215,9 @@ def test_the_ranks_are_shown(host: LocalHost) -> None:
 
 def test_the_weights_lie_in_two_parts_with_their_own_digests(host: LocalHost) -> None:
     host.until_protected()
-    eventually(lambda: all(len(row.readers) == 2 for row in weights(host)), what="main and shadow read, each rank its part")
+    eventually(
+        lambda: all(len(row.readers) == 2 for row in weights(host)), what="main and shadow read, each rank its part"
+    )
     rows = weights(host)
     assert [(row.rank, row.state, row.version) for row in rows] == [(0, "sealed", 1), (1, "sealed", 1)]
     assert len({row.digest for row in rows}) == 2
