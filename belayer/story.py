@@ -51,6 +51,11 @@ class Incidents:
         rows = self._db.execute("SELECT body FROM incidents ORDER BY at DESC LIMIT ?", (limit,))
         return [msgspec.msgpack.decode(body, type=Incident) for (body,) in rows]
 
+    def outcome(self, incident_id: str) -> str:
+        """Of the incident of that id, "" when there is none."""
+        row = self._db.execute("SELECT body FROM incidents WHERE id = ?", (incident_id,)).fetchone()
+        return "" if row is None else msgspec.msgpack.decode(row[0], type=Incident).outcome
+
     def open_of(self, slot: str) -> Incident | None:
         """The incident of ``slot`` (or sandbox) that has not ended, if there is one."""
         rows = self._db.execute(

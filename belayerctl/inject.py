@@ -6,6 +6,7 @@ import click
 
 from belayer.messages.common import FaultProof
 from belayer.messages.control import InjectWorkerFault
+from belayer.messages.router import InjectFrontFault
 from belayer.messages.sandbox import InjectSandboxFault
 from belayer.paths import Paths
 from belayer.rpc import call_sync
@@ -44,6 +45,25 @@ def kill_worker(paths: Paths, as_json: bool, timeout: float, slot: str, shadow: 
 @verb
 def stop_worker(paths: Paths, as_json: bool, timeout: float, slot: str, shadow: bool) -> int:
     return _worker(paths, as_json, timeout, slot, "stop", shadow)
+
+
+def _front(paths: Paths, as_json: bool, timeout: float, front: int, kind: str) -> int:
+    message = InjectFrontFault(front=front, kind=kind)
+    return _show(call_sync(paths.router_sock, message, FaultProof, timeout), as_json)
+
+
+@inject.command("kill-front", help="SIGKILL front NUMBER of a router that has several.")
+@click.argument("number", type=click.IntRange(0))
+@verb
+def kill_front(paths: Paths, as_json: bool, timeout: float, number: int) -> int:
+    return _front(paths, as_json, timeout, number, "kill")
+
+
+@inject.command("stop-front", help="SIGSTOP front NUMBER of a router that has several: it hangs.")
+@click.argument("number", type=click.IntRange(0))
+@verb
+def stop_front(paths: Paths, as_json: bool, timeout: float, number: int) -> int:
+    return _front(paths, as_json, timeout, number, "stop")
 
 
 @inject.command("kill-sandbox", help="SIGKILL PID 1 of SANDBOX.")

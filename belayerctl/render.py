@@ -11,7 +11,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from belayer.messages.control import HostStatusReply, Incident, SlotView
-from belayer.messages.router import RouterStatusReply
+from belayer.messages.router import FrontDeath, RouterFront, RouterStatusReply
 from belayer.messages.sandbox import Birth, Lineages, SandboxList
 from belayerctl import accounting
 
@@ -22,6 +22,9 @@ _COLOURS = {
     "quarantined": "red",
     "reserve": "cyan",
     "empty": "red",
+    "stopped": "red",
+    "given up": "red",
+    "away": "red",
 }
 
 
@@ -50,6 +53,7 @@ def health(status: HostStatusReply) -> str:
     missing = {"weights", "kv"} - {owner.kind for owner in status.owners}
     why = [f"gpuowner@{kind} does not answer" for kind in sorted(missing)]
     why += [] if status.router else ["belayer-router does not answer"]
+    why += [f"front {row.front} of the router is {row.state}" for row in status.fronts if row.state != "serving"]
     why += ["no zygote"] if status.zygote_failed else []
     why += [f"{slot.slot} is not protected" for slot in status.slots if not slot.protected and slot.state != "reserve"]
     return "NOT healthy: " + ", ".join(why or ["no slots"])
@@ -160,7 +164,31 @@ def incidents(rows: tuple[Incident, ...]) -> Group:
     return Group(out, *said)
 
 
-def router(status: RouterStatusReply) -> Table:
+def router(status: RouterStatusReply) -> Group:
+    parts: list[RenderableType] = [_router(status)]
+    return Group(*parts, *([fronts(status.fronts)] if status.fronts else []))
+
+
+def fronts(rows: tuple[RouterFront, ...]) -> Group:
+    """Where the router has several; the words of each one's last death below, since a column would tear them."""
+    out = table("fronts", "front", "pid", "state", "alive since", "streams", "requests", "restarts", "unread KiB")
+    said = []
+    for row in rows:
+        since = f"{datetime.fromtimestamp(row.since, UTC):%m-%d %H:%M:%S}" if row.pid else "-"
+        counts = (str(row.streams), str(row.requests_total), str(row.restarts), f"{row.unread / 1024:.0f}")
+        out.add_row(str(row.front), str(row.pid or "-"), state(row.state), since, *counts)
+        if row.deaths:
+            said.append(Text(f"front {row.front}: {_last(row.deaths[-1])}", style="yellow"))
+    return Group(out, *said)
+
+
+def _last(death: FrontDeath) -> str:
+    back = f"served again after {death.served_ms:.0f} ms" if death.served_ms >= 0 else "has not served since"
+    injected = " (injected)" if death.injected else ""
+    return f"last death {when(death.at)}: {death.said()}; {back}{injected}"
+
+
+def _router(status: RouterStatusReply) -> Table:
     out = table(
         f"router {status.url}: {status.running} running, {status.waiting} waiting, "
         f"{status.finished_total} finished, {status.failed_total} failed, {status.resumed_total} resumed",

@@ -76,6 +76,8 @@ def _from_file(paths: Paths, as_json: bool, why: DaemonUnreachable) -> int:
         emit_json({"stale": True, "host": last, "silent": {"belayerd": reason}})
     else:
         console().print(render.slots(last))
+        if last.fronts:
+            console().print(render.fronts(last.fronts))
     old = f"{wall() - last.at:.0f} s old"
     click.echo(f"belayerctl: {reason} ({why.message}); shown is its last word, {old}", err=True)
     return EXIT_UNREACHABLE

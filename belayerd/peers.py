@@ -152,13 +152,19 @@ class Zygote:
 
 
 class RouterPeer:
-    """Polls the router; tells ``back`` when it is another instance than the one before. ``given_up``: slots that do not
-    come back by themselves; a router that knows another set is told, for it lets its clients wait for the others."""
+    """Polls the router; tells ``back`` when it is another instance than the one before, and ``seen`` what it says.
+    ``given_up``: slots that do not come back by themselves; a router that knows another set is told, for it lets its
+    clients wait for the others."""
 
     def __init__(
-        self, client: Client, back: Callable[[], None], given_up: Callable[[], tuple[str, ...]], log: Any
+        self,
+        client: Client,
+        back: Callable[[], None],
+        given_up: Callable[[], tuple[str, ...]],
+        seen: Callable[[RouterStatusReply], None],
+        log: Any,
     ) -> None:
-        self._client, self._back, self._given_up, self._log = client, back, given_up, log
+        self._client, self._back, self._given_up, self._seen, self._log = client, back, given_up, seen, log
         self.status: RouterStatusReply | None = None
         self._instance = ""
 
@@ -173,6 +179,7 @@ class RouterPeer:
                 self.status = None
             else:
                 self._notice(self.status.instance)
+                self._seen(self.status)
             await asyncio.sleep(0.5)
 
     async def _tell(self, known: tuple[str, ...]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ import zmq.asyncio
 
 from belayer import log as logs
 from belayer import procs, refusals, statefile
-from belayer.clock import Stopwatch, wall
+from belayer.clock import wall
 from belayer.config import Config
 from belayer.daemon import OnlyOne, new_instance, notify
-from belayer.errors import BelayerError, DaemonUnreachable, HandoverFailed, Refused, SlotUnknown, WorkerGone
+from belayer.errors import BelayerError, DaemonUnreachable, HandoverFailed, Refused, SlotUnknown
 from belayer.messages.common import Done, FaultProof, Ping, Pong
 from belayer.messages.control import (
     BeginWeightsUpdate,
@@ -36,9 +35,10 @@ from belayer.messages.owner import OwnerStatusReply
 from belayer.messages.trainer import AckReplaced, AwaitReplaced, ListTrainers, RegisterTrainer, UnregisterTrainer
 from belayer.paths import Paths
 from belayer.rpc import Client, Server
-from belayerd import footprint
+from belayerd import footprint, proof
 from belayerd.actions import Actions
 from belayerd.alerts import Alert, Alerts
+from belayerd.front_deaths import FrontDeaths
 from belayerd.gate import open_gate
 from belayerd.peers import RouterPeer, Zygote
 from belayerd.policy import beyond_help, spares_to_call
@@ -47,8 +47,6 @@ from belayerd.slot import SlotShell
 from belayerd.trainers import Trainers
 from belayerd.updates import Opener, Updates
 from belayerd.watch import sweep
-
-_STOPPED = frozenset("Tt")
 
 
 class Supervisor:
@@ -90,7 +88,10 @@ class Supervisor:
         self._actions.held = self._updates.held
         self._zygote = Zygote(paths, config_path, self._log, self._zygote_failed)
         self._sealed_once: set[str] = set()  # models whose weights were seen whole in this life
-        self._router_peer = RouterPeer(self._router, self._router_back, self._given_up, self._log)
+        front_deaths = FrontDeaths(self._incidents, self._front_repeats, policy.repeat_window_s, self._log)
+        self._router_peer = RouterPeer(
+            self._router, self._router_back, self._given_up, front_deaths.look, self._log
+        )
         self._owners: tuple[OwnerStatusReply, ...] = ()
         self._told_lost: set[tuple[str, int]] = set()
         self._footprints = footprint.Footprints()
@@ -181,6 +182,10 @@ class Supervisor:
         self._alerts.tell(
             Alert(host=self._config.host.name, slot="", state="zygote", generation=0, reason=reason, at=wall())
         )
+
+    def _front_repeats(self, life: int, reason: str) -> None:
+        host = self._config.host.name
+        self._alerts.tell(Alert(host=host, slot="", state="front", generation=life, reason=reason, at=wall()))
 
     def _serves(self, slot: str, cause: str) -> None:
         self._trainers.observe(self._slots[slot], lambda: cause)
@@ -277,7 +282,8 @@ class Supervisor:
     def _status(self) -> HostStatusReply:
         slots = tuple(self._footprints.fill(slot.view()) for slot in self._slots.values())
         router = self._router_peer.status
-        alive = len(self._owners) == 2 and router is not None
+        fronts = router.fronts if router else ()
+        alive = len(self._owners) == 2 and router is not None and all(row.state == "serving" for row in fronts)
         return HostStatusReply(
             host=self._config.host.name,
             pid=os.getpid(),
@@ -290,6 +296,7 @@ class Supervisor:
             zygote=f"pid {self._zygote.pid}" if self._zygote.ready.is_set() else self._zygote.failure or "starting",
             zygote_failed=self._zygote.hopeless,
             healthy=alive and all(slot.protected or slot.state == "reserve" for slot in slots),
+            fronts=fronts,
         )
 
     # --- requests ---
@@ -328,35 +335,8 @@ class Supervisor:
         """Break a worker on purpose and prove it: a fault that did not happen proves nothing."""
         slot = self._slot(message.slot)
         watched = slot.target(message.role)
-        numbers = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-        if message.kind not in numbers:
-            raise Refused(f"no worker fault {message.kind!r}", remedy="kill or stop")
+        proof.signal_of(message.kind)
         slot.mark_injected(watched.ref.worker_id)
-        watch, pid = Stopwatch(), watched.ref.pid
-        fd = os.dup(watched.pidfd)
-        try:
-            try:
-                signal.pidfd_send_signal(fd, numbers[message.kind])
-            except ProcessLookupError as why:
-                raise WorkerGone(f"pid {pid} has just ended by itself", kept="nothing was injected") from why
-            seen = await asyncio.to_thread(_prove, fd, pid, message.kind)
-        finally:
-            os.close(fd)
-        self._log.warning("injected", fault=message.kind, worker=watched.ref.worker_id, seen=seen)
-        return FaultProof(fault=message.kind, target=watched.ref.worker_id, pid=pid, seen=seen, ms=watch.ms())
-
-
-def _prove(pidfd: int, pid: int, kind: str) -> str:
-    """Blocking: until the fault is seen, at most 5 s."""
-    if kind == "kill":
-        if procs.wait_dead([pidfd], 5.0):
-            raise HandoverFailed(f"pid {pid} did not die of SIGKILL in 5 s")
-        return f"pid {pid}: pidfd readable, process has ended"
-    watch = Stopwatch()
-    while watch.ms() < 5000:
-        now = procs.state(pid)
-        if now in _STOPPED:
-            return f"pid {pid}: state {now} in /proc"
-        if not now:
-            raise HandoverFailed(f"pid {pid} ended before it could be stopped")
-    raise HandoverFailed(f"pid {pid} was not stopped in 5 s (state {procs.state(pid)})")
+        proven = await proof.inject(watched.pidfd, watched.ref.pid, message.kind, watched.ref.worker_id)
+        self._log.warning("injected", fault=message.kind, worker=watched.ref.worker_id, seen=proven.seen)
+        return proven

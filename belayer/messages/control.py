@@ -6,6 +6,7 @@ import msgspec
 
 from belayer.messages.common import Done, ErrorReply, FaultProof, Message, Ping, Pong
 from belayer.messages.owner import OwnerStatusReply
+from belayer.messages.router import RouterFront
 from belayer.messages.trainer import ReplacedEvents, TrainerList, TrainerRegistered, TrainerRequest
 
 
@@ -87,7 +88,8 @@ class HostStatus(Message, frozen=True, kw_only=True, tag=True):
 
 
 class HostStatusReply(Message, frozen=True, kw_only=True, tag=True):
-    """``zygote``: its pid, or why there is none; ``zygote_failed``: it ended on what another try will not mend."""
+    """``zygote``: its pid, or why there is none; ``zygote_failed``: it ended on what another try will not mend.
+    ``fronts``: of the router, where it has several."""
 
     host: str
     pid: int
@@ -100,6 +102,7 @@ class HostStatusReply(Message, frozen=True, kw_only=True, tag=True):
     zygote: str = ""
     zygote_failed: bool = False
     healthy: bool = False
+    fronts: tuple[RouterFront, ...] = ()
 
 
 class Handover(Message, frozen=True, kw_only=True, tag=True):

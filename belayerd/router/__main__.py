@@ -102,7 +102,7 @@ async def _serve_many(
             halt = group.create_task(stop.wait())
             await asyncio.wait((up, halt), return_when=asyncio.FIRST_COMPLETED)
             if not stop.is_set():
-                tasks += [group.create_task(one) for one in _control(loaded, paths, router.house, instance)]
+                tasks += [group.create_task(one) for one in _control(loaded, paths, router.house, instance, router.fronts)]
                 daemon.notify("READY=1")
                 logger.info("serving", url=router.house.url, instance=instance, fronts=loaded.router.fronts)
                 await halt
@@ -113,11 +113,13 @@ async def _serve_many(
         router.close()
 
 
-def _control(loaded: config.Config, paths: Paths, house: Any, instance: str) -> list[Coroutine[Any, Any, None]]:
+def _control(
+    loaded: config.Config, paths: Paths, house: Any, instance: str, fronts: Any = None
+) -> list[Coroutine[Any, Any, None]]:
     """What runs beside HTTP: the socket of belayerd and belayerctl, and the fleet."""
     names = frozenset(slot.name for slot in loaded.slot)
     service = Service(house.shell, names, instance, house.url, house.slot_urls)
-    service.fleet, service.host = house.fleet, loaded.host.name
+    service.fleet, service.host, service.fronts = house.fleet, loaded.host.name, fronts
     server = Server(paths.router_sock, Request, service.handle)
     return [server.serve()] if house.fleet is None else [server.serve(), house.fleet.serve()]
 

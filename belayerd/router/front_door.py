@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +19,13 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from belayer.clock import Stopwatch
 from belayer.errors import BelayerError, Refused
 from belayer.lastwords import words_of
 from belayer.rpc import to_reply
 from belayerd.router import events as ev
 from belayerd.router import front_wire as fw
+from belayerd.router.front_lives import LetGo
 from belayerd.router.local_heart import LocalHeart
 
 BEAT_S = 0.5
@@ -47,13 +50,15 @@ class Side:
     serving: bool = False
     added: int = 0
     given_up: bool = False
+    why: str = ""  # it was given up
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     aborting: dict[int, asyncio.Future[int]] = field(default_factory=dict)  # how many it has ended, by question
 
 
 class FrontDoor:
-    """Make it inside the running event loop; ``serve`` until cancelled, then ``close``. ``give_up`` is called, once,
-    with the identity of a front that is to be killed; ``scrape`` gives the router's own metrics."""
+    """Make it inside the running event loop; ``serve`` until cancelled, then ``close``. ``serves`` is called with the
+    identity of a front once it answers, ``give_up`` with that of one that is to be killed, once; ``scrape`` gives the
+    router's own metrics."""
 
     def __init__(
         self, path: Path, heart: LocalHeart, codec: Any, silence_s: float, log: Any, most_unread: int = MOST_UNREAD
@@ -63,6 +68,7 @@ class FrontDoor:
         self.sides: dict[bytes, Side] = {}
         self._readers: dict[str, bytes] = {}  # reader -> identity of its front
         self.changed = asyncio.Event()  # a front serves
+        self.serves: Callable[[bytes], None] = lambda identity: None
         self.give_up: Callable[[bytes], None] = lambda identity: None
         self.scrape: Callable[[], bytes] = lambda: b""
         self._number = 0
@@ -85,9 +91,13 @@ class FrontDoor:
         side = self.sides[identity] = Side(number)
         return side
 
-    def lost(self, identity: bytes) -> None:
+    def streams(self) -> Counter[bytes]:
+        """How many requests each front hears."""
+        return Counter(self._readers.values())
+
+    def lost(self, identity: bytes) -> LetGo:
         """It has been seen dead."""
-        side = self.sides.pop(identity)
+        side, watch, ended = self.sides.pop(identity), Stopwatch(), 0
         for task in side.tasks:
             task.cancel()
         for future in side.aborting.values():
@@ -98,7 +108,8 @@ class FrontDoor:
             del self._readers[reader]
         if readers:
             self._log.warning("front_readers_lost", front=side.number, pid=side.pid, requests=len(readers))
-            self._heart.front_lost(readers)
+            ended = self._heart.front_lost(readers)
+        return LetGo(len(readers), ended, watch.ms())
 
     async def serve(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -151,6 +162,7 @@ class FrontDoor:
             case b"serving":
                 side.serving, side.beats = True, 0
                 self._log.info("front_serves", front=side.number, pid=side.pid)
+                self.serves(identity)
                 self.changed.set()
             case _:
                 raise ValueError("no such kind")
@@ -305,6 +317,6 @@ class FrontDoor:
             await asyncio.sleep(BEAT_S)
 
     def _give_up(self, identity: bytes, side: Side, why: str) -> None:
-        side.given_up = True
+        side.given_up, side.why = True, why
         self._log.error("front_given_up", front=side.number, pid=side.pid, why=why)
         self.give_up(identity)

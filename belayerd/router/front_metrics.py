@@ -21,15 +21,26 @@ class FrontMetrics(Collector):
         up = GaugeMetricFamily("belayer_front_up", "1 while a front answers on the ports", labels=["front", "pid"])
         taken = CounterMetricFamily("belayer_front_requests", "Requests that a front gave", labels=["front", "pid"])
         unread = GaugeMetricFamily("belayer_front_unread_bytes", "Not yet read by a front", labels=["front", "pid"])
-        for side in self._door.sides.values():
+        open_ = GaugeMetricFamily("belayer_front_streams", "Requests that a front hears", labels=["front", "pid"])
+        since = GaugeMetricFamily(
+            "belayer_front_start_time_seconds", "Unix time at which its life began", labels=["front", "pid"]
+        )
+        streams = self._door.streams()
+        for identity, side in self._door.sides.items():
             where = [str(side.number), str(side.pid)]
             up.add_metric(where, float(side.serving and not side.given_up))
             taken.add_metric(where, side.added)
             unread.add_metric(where, side.sent - side.read)
+            open_.add_metric(where, streams[identity])
+            since.add_metric(where, self._fronts.places[side.number].lives.since)
         deaths = CounterMetricFamily("belayer_front_deaths", "Lives of a front that have ended", labels=["front"])
+        given_up = CounterMetricFamily(
+            "belayer_front_given_up", "Of these, how many the router ended by name", labels=["front"]
+        )
         for place in self._fronts.places:
             deaths.add_metric([str(place.number)], place.deaths)
-        yield from (up, taken, unread, deaths)
+            given_up.add_metric([str(place.number)], place.given_ups)
+        yield from (up, taken, unread, open_, since, deaths, given_up)
 
     def close(self) -> None:
         REGISTRY.unregister(self)

@@ -80,8 +80,11 @@ class LocalHeart:
         self._paused = self._paused | named if paused else self._paused - named
         self._shell.paused(bool(self._paused))
 
-    def front_lost(self, readers: Iterable[str]) -> None:
+    def front_lost(self, readers: Iterable[str]) -> int:
+        """How many requests ended with it: nobody could ask for them."""
+        before = self._shell.core.counters.aborted
         self._shell.front_lost(readers)
+        return self._shell.core.counters.aborted - before
 
     # -- what the shell tells ---------------------------------------------------------------------------------
 

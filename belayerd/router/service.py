@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from belayer import clock
-from belayer.errors import SlotUnknown
-from belayer.messages.common import Done, Message, Ping, Pong
+from belayer.errors import Refused, SlotUnknown
+from belayer.messages.common import Done, FaultProof, Message, Ping, Pong
 from belayer.messages.fleet import FleetStatus, FleetStatusReply
 from belayer.messages.router import (
+    InjectFrontFault,
     RegisterWorker,
     ResumeReport,
     RouterSlot,
@@ -21,6 +22,7 @@ from belayer.messages.router import (
 )
 from belayerd.router import events as ev
 from belayerd.router.fleet import Fleet
+from belayerd.router.fronts import Fronts
 from belayerd.router.records import Slot, SlotState
 from belayerd.router.shell import Shell
 
@@ -36,6 +38,7 @@ class Service:
         self._shell, self._slots, self._instance, self._url = shell, slots, instance, url
         self._urls = slot_urls
         self.fleet: Fleet | None = None
+        self.fronts: Fronts | None = None  # None: the one front is in this process
         self.host = ""
 
     async def handle(self, message: Message) -> Message:
@@ -51,6 +54,8 @@ class Service:
                 self._shell.given_up(message.slots)
             case RouterStatus():
                 return self.status()
+            case InjectFrontFault():
+                return await self._inject(message)
             case FleetStatus():
                 return FleetStatusReply(host=self.host) if self.fleet is None else self.fleet.status()
         return Done(ms=start.ms())
@@ -79,6 +84,12 @@ class Service:
                 f"no slot {slot!r} in the router's configuration", remedy="restart the router after a change"
             )
 
+    async def _inject(self, message: InjectFrontFault) -> FaultProof:
+        if self.fronts is None:
+            said = "the one front of this router is its own process"
+            raise Refused(said, remedy="[router] fronts = N gives it others, or kill the router itself")
+        return await self.fronts.inject(message)
+
     def status(self) -> RouterStatusReply:
         core = self._shell.core
         waiting: dict[str, int] = {}
@@ -101,6 +112,7 @@ class Service:
             resumed_total=counters.resumed,
             restarted_total=counters.restarted,
             given_up=tuple(sorted(core.given_up)),
+            fronts=() if self.fronts is None else self.fronts.view(),
         )
 
 
