@@ -1,26 +1,44 @@
 """A whole host whose router has two fronts, with real engines: streams through both while a main, a front and the
-router are killed; ids, limits, metrics and admin calls are one, whichever front is asked.
+router are killed, and while weights are updated; ids, limits, metrics and admin calls are one, whichever front is
+asked; deaths of fronts are told like other failures.
 
-One host serves all tests. While a trainer's pause holds the engine, what is under way stays under way.
+One host serves all tests, in their order. While a trainer's pause holds the engine, what is under way stays under way.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from belayer import procs
+from belayer.clock import wall
 from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
+from belayer.messages.common import FaultProof
+from belayer.messages.control import HostStatusReply
+from belayer.messages.owner import Role
+from belayer.messages.router import InjectFrontFault
+from belayer.rpc import call_sync
+from gpuowner.attach import OwnerClient
+from gpuowner.update import begin_update
+from tests.e2e import test_weight_updates as updates
+from tests.e2e.test_host import ctl
 from tests.support import fronts
-from tests.support.streams import Seen, Stream, completion
+from tests.support.streams import Seen, Stream, completion, tokens_in
+from tests.support.told_versions import NORM, misfits, norm_of, spans
 from tests.support.wait import eventually, remove_tree
 
 pytestmark = pytest.mark.engine
@@ -28,13 +46,16 @@ pytestmark = pytest.mark.engine
 MODEL = Path(__file__).parents[2] / ".cache/models/SmolLM2-135M-Instruct"
 LOGS = Path(__file__).parents[2] / ".cache/logs/test_fronts"
 TOKENS, LIVE = 100, 8
+LONG = 96  # an update begins after its first tokens
+WINDOW_S = 20.0  # of repeated failures
 
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[LocalHost]:
     root = Path(tempfile.mkdtemp(prefix="bl-"))
     port = free_port()
-    text = demo_config(MODEL, port, slots=1, extra="[envkeeper]\nenabled = false\n")
+    policy = f"repeat_window_s = {WINDOW_S}\nalert_command = ['sh', '-c', 'cat >>{root}/alerts; echo >>{root}/alerts']\n"
+    text = demo_config(MODEL, port, slots=1, extra=f"[policy]\n{policy}[envkeeper]\nenabled = false\n")
     host = LocalHost(root, text.replace("[router]\n", f"[router]\nfronts = 2\nmax_requests = {LIVE}\n", 1))
     try:
         host.start(ROLLOUT)
@@ -212,6 +233,48 @@ def test_a_front_is_killed_and_only_its_streams_break(url: str, truth: Seen) -> 
     eventually(lambda: aborted(url) - before == len(broken), what="those without an id ended in the engine")
 
 
+def test_deaths_of_fronts_are_in_status_and_incidents_and_a_repeated_one_is_an_alert(host: LocalHost) -> None:
+    before = host.until("two fronts", served_by_two, 120).fronts
+    code, proof, said = ctl(host, "inject", "kill-front", "0")
+    assert code == 0, said
+    second = call_sync(host.paths.router_sock, InjectFrontFault(front=1, kind="kill"), FaultProof, 10.0)
+    assert [proof["pid"], second.pid] == [row.pid for row in before]
+    assert all("pidfd readable" in said for said in (proof["seen"], second.seen))
+
+    def back(status: HostStatusReply) -> bool:
+        more = [now.restarts - then.restarts for now, then in zip(status.fronts, before, strict=True)]
+        return served_by_two(status) and more == [1, 1]
+
+    after = host.until("two others", back, 120).fronts
+    assert not {row.pid for row in before} & {row.pid for row in after}
+    lives = {f"front-{row.deaths[-1].life}": row.front for row in after}
+
+    def written() -> list[Any]:
+        rows = [row for row in ctl(host, "incidents")[1] if row["incident_id"] in lives]
+        return rows if [row["outcome"] for row in rows] == ["served"] * 2 else []
+
+    for row in eventually(written, what="both ends are written"):
+        assert (row["slot"], row["cause"]) == (f"router/front{lives[row['incident_id']]}", "death")
+        assert row["injected"]
+        assert "SIGKILL" in row["detail"]
+        assert [step["step"] for step in row["steps"]] == ["1 let go", "2 forked", "3 serves"]
+        assert row["to_generation"] == row["from_generation"] + 1
+    alerts = [json.loads(line) for line in (host.root / "alerts").read_text().splitlines() if line]
+    (alert,) = [one for one in alerts if one["state"] == "front"]
+    assert f"{WINDOW_S:g} s before: killed by signal 9" in alert["reason"]
+    shown = subprocess.run(
+        [sys.executable, "-m", "belayerctl", "status"],
+        env={**os.environ, "BELAYER_ROOT": str(host.root)}, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert "alive since" in shown.stdout
+    assert all(f"front {row.front}: last death" in shown.stdout for row in after)
+
+
+def served_by_two(status: HostStatusReply) -> bool:
+    return [row.state for row in status.fronts] == ["serving"] * 2
+
+
 def test_the_router_is_killed_with_all_its_fronts_and_comes_back(host: LocalHost, url: str, truth: Seen) -> None:
     with at_each(url) as clients:
         pause(next(iter(clients.values())))
@@ -237,3 +300,107 @@ def healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def prompt_of(number: int) -> list[int]:
+    return [504, 2, 3, 4, 100 + number]
+
+
+def generated(url: str, number: int, position: int | None = None) -> Stream:
+    """Tokens in, tokens out: its last chunk names the weight version of every token."""
+    headers = {"x-request-id": f"updated-{number}"}
+    if position is not None:
+        headers["x-belayer-position"] = str(position)
+    body = tokens_in(LONG, ignore_eos=True) | {"token_ids": prompt_of(number)}
+    return Stream(url, "/inference/v1/generate", body, headers)
+
+
+def at_both(url: str) -> list[fronts.Served]:
+    """Streams, three at least, that begin at both fronts and are held while they begin; the n-th has prompt n."""
+    served: list[fronts.Served] = []
+    while len(served) < 3 or len({one.pid for one in served}) < 2:
+        assert len(served) < LIVE - 1, "connections are not spread"
+        served.append(fronts.begin(url, partial(generated, url, len(served))))
+    return served
+
+
+@contextmanager
+def writing(host: LocalHost, norm: Any) -> Iterator[int]:
+    """The engine stands still inside, and goes on with the next version after it, which this yields."""
+    updates.begin(host)
+    updates.paused(host)
+    client = OwnerClient(host.paths.owner_sock("weights"), Role.LOADER, "test", timeout=120.0)
+    try:
+        with begin_update(client, updates.MODEL) as update:
+            yield update.version
+            update.write({NORM: norm})
+            update.commit()
+    finally:
+        client.close()
+        updates.end(host)
+
+
+def whole(seen: Seen, *before: Seen) -> list[int]:
+    """Its tokens, with those of the parts before it."""
+    assert (seen.error, seen.errors, seen.done, seen.finishes) == (None, [], 1, ["length"])
+    tokens = [token for part in (*before, seen) for token in part.token_ids]
+    assert (len(tokens), seen.usages[0]["completion_tokens"], len(seen.usages)) == (LONG, LONG, 1)
+    return tokens
+
+
+def window_is_over(host: LocalHost) -> None:
+    """Since the last handover: the next failure is none that repeats."""
+    last = host.until_protected().slots[0].last_incident
+    assert last is not None
+    eventually(
+        lambda: wall() > last.at + last.total_ms / 1e3 + WINDOW_S + 1, within=2 * WINDOW_S, what="it is over", every=0.1
+    )
+
+
+def changed(url: str, number: int, old: int, new: int, *parts: Seen) -> None:
+    """Its first tokens are of ``old`` and the rest of ``new``, which is served now and would have said the same rest."""
+    tokens = whole(parts[-1], *parts[:-1])
+    (first, _, bound), (second, _, _) = spans(*parts)
+    assert (first, second) == (old, new)
+    wrong = misfits(url, prompt_of(number), tokens)
+    assert [at for at in wrong if at >= bound] == []
+    assert wrong, "the other version says something else, or this would have shown nothing"
+
+
+def test_weights_change_under_streams_of_both_fronts_while_the_main_is_killed(host: LocalHost, url: str) -> None:
+    window_is_over(host)
+    generation, old = host.status().slots[0].generation, updates.weights(host).version
+    with at_each(url) as clients:
+        pause(next(iter(clients.values())))
+        served = at_both(url)
+        resume(next(iter(clients.values())))
+        flowing(*(one.stream for one in served))
+        with writing(host, np.roll(norm_of(MODEL), 7)) as new:
+            assert all(one.stream.is_alive() for one in served), "they ended before the update"
+            kill(main_pid(host))
+        seen = [one.stream.result(600) for one in served]
+    updates.all_follow(host, new)
+    for number, one in enumerate(seen):
+        changed(url, number, old, new, one)
+        assert {chunk["belayer"]["generation"] for chunk in one.chunks} == {generation, generation + 1}
+
+
+def test_weights_change_while_a_front_is_killed_and_its_client_goes_on_at_another(host: LocalHost, url: str) -> None:
+    """Back to the weights of before."""
+    old = updates.weights(host).version
+    with at_each(url) as clients:
+        pause(next(iter(clients.values())))
+        served = at_both(url)
+        resume(next(iter(clients.values())))
+        flowing(*(one.stream for one in served))
+        victim = served[0].pid
+        with writing(host, norm_of(MODEL)) as new:
+            assert all(one.stream.is_alive() for one in served), "they ended before the update"
+            kill(victim)
+    updates.all_follow(host, new)
+    for number, one in enumerate(served):
+        parts = [one.stream.result(600)]
+        if one.pid == victim:
+            assert parts[0].error is not None
+            parts.append(begun(generated(url, number, parts[0].position)).result(600))
+        changed(url, number, old, new, *parts)

@@ -20,7 +20,10 @@ import httpx
 import pytest
 
 from belayer import procs
+from belayer.errors import Refused
 from belayer.localhost import free_port
+from belayer.messages.common import FaultProof
+from belayer.messages.router import InjectFrontFault, RouterFront
 from belayer.paths import Paths
 from tests.support import fronts
 from tests.support.router_host import MODEL, FakeWorker, RouterHost, config_text, spawn_router
@@ -115,6 +118,11 @@ def two_fronts(host: RouterHost, but: int = 0) -> list[int]:
     return found
 
 
+def front_of(host: RouterHost, pid: int) -> RouterFront:
+    """As the router's status has it."""
+    return next(row for row in host.status().fronts if row.pid == pid)
+
+
 def kill(pid: int) -> None:
     pidfd = os.pidfd_open(pid)
     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
@@ -201,6 +209,10 @@ def test_a_dead_front_takes_only_its_own_streams(host: RouterHost, truth: Seen) 
     others = [one for one in served if one.pid != victim]
     eventually(lambda: len(served[0].stream.seen.token_ids) == CUT, what="its client has what was made")
     dropped = len([line for line in host.told() if line.startswith("abort")])
+    seen = front_of(host, victim)
+    assert (seen.state, seen.streams, seen.restarts, seen.deaths) == ("serving", 1 + len(hurt), 0, ())
+    assert host.metric(f'belayer_front_streams{{front="{seen.front}",pid="{victim}"}}') == 1 + len(hurt)
+    assert host.metric(f'belayer_front_start_time_seconds{{front="{seen.front}",pid="{victim}"}}') == seen.since
     kill(victim)
     assert all(one.stream.result().error is not None for one in (served[0], *hurt)), "its connections break"
     eventually(
@@ -213,15 +225,22 @@ def test_a_dead_front_takes_only_its_own_streams(host: RouterHost, truth: Seen) 
     assert (
         host.metric('belayer_front_deaths_total{front="0"}') + host.metric('belayer_front_deaths_total{front="1"}') == 1
     )
+    after = host.status().fronts[seen.front]
+    (death,) = after.deaths
+    assert (after.state, after.pid in now, after.streams, after.restarts) == ("serving", True, 0, 1)
+    assert after.since > seen.since
+    assert (death.pid, death.cause, death.requests, death.ended) == (victim, "death", 1 + len(hurt), len(hurt))
+    assert ("SIGKILL" in death.why, death.injected) == (True, False)
+    assert 0 <= death.let_go_ms <= death.forked_ms <= death.served_ms
     worker.release()
     for one in others:
         same(ended(one.stream), truth)
     rest = fronts.begin(host.url, lambda: stream(host, "named-0", CUT))
     assert rest.pid in now
-    seen, begun = ended(rest.stream), served[0].stream.seen
-    assert begun.token_ids + seen.token_ids == truth.token_ids
-    assert begun.text + seen.text == truth.text
-    assert seen.usages == truth.usages
+    last, begun = ended(rest.stream), served[0].stream.seen
+    assert begun.token_ids + last.token_ids == truth.token_ids
+    assert begun.text + last.text == truth.text
+    assert last.usages == truth.usages
 
 
 def test_any_front_tells_the_metrics_of_all_once(host: RouterHost) -> None:
@@ -303,8 +322,10 @@ def test_a_front_that_stands_still_holds_nobody_and_is_ended_by_name(host: Route
     worker = host.worker("s0", *HELD)
     served = fronts.one_on_each(host.url, lambda: stream(host))
     still = served[0].pid
-    os.kill(still, signal.SIGSTOP)
-    eventually(lambda: procs.state(still) == "T", what="it stands still")
+    number, before = front_of(host, still).front, len(host.status().fronts[front_of(host, still).front].deaths)
+    proof = host.rpc.call(InjectFrontFault(front=number, kind="stop"), FaultProof)
+    assert (proof.pid, proof.seen) == (still, f"pid {still}: state T in /proc")
+    assert front_of(host, still).state == "stopped"
     worker.release()
     for one in served:
         if one.pid != still:
@@ -317,6 +338,18 @@ def test_a_front_that_stands_still_holds_nobody_and_is_ended_by_name(host: Route
     assert served[0].stream.result(60).error is not None
     said = (host.root / "router.log").read_text()
     assert re.search(rf"front_given_up .*pid={still} why=\"it did not answer for {SILENCE_S:g} s\"", said)
+    death = host.status().fronts[number].deaths[-1]
+    assert (len(host.status().fronts[number].deaths), death.pid) == (before + 1, still)
+    assert (death.cause, death.injected) == ("given up", True)
+    assert death.why == f"killed by the router: it did not answer for {SILENCE_S:g} s"
+    assert host.metric(f'belayer_front_given_up_total{{front="{number}"}}') == 1
+
+
+def test_what_cannot_be_broken_on_purpose_is_refused_by_name(host: RouterHost) -> None:
+    for front, kind, said in ((2, "kill", "no front 2"), (0, "explode", "no fault 'explode'")):
+        with pytest.raises(Refused, match=said):
+            host.rpc.call(InjectFrontFault(front=front, kind=kind), FaultProof)
+    assert all(row.state == "serving" for row in host.status().fronts)
 
 
 def test_fronts_die_with_a_killed_router_and_the_next_one_takes_over(host: RouterHost, truth: Seen) -> None:

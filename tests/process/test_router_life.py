@@ -15,8 +15,10 @@ import httpx
 import pytest
 
 from belayer import refusals
+from belayer.errors import Refused
 from belayer.localhost import free_port
-from belayer.messages.common import Ping, Pong
+from belayer.messages.common import FaultProof, Ping, Pong
+from belayer.messages.router import InjectFrontFault
 from belayer.paths import Paths
 from belayer.rpc import SyncClient, call_sync
 from belayerd.router.journal_reader import read
@@ -82,6 +84,9 @@ def test_a_model_that_cannot_be_read_is_named(root: Path) -> None:
 def test_a_second_router_is_refused_and_sigterm_ends_streams_with_an_error(root: Path) -> None:
     host = RouterHost.start(root, ["s0"])
     try:
+        assert host.status().fronts == ()
+        with pytest.raises(Refused, match="its own process"):
+            host.rpc.call(InjectFrontFault(front=0, kind="kill"), FaultProof)
         process, log = spawn_router(root)
         assert process.wait(120) == 2
         log.close()

@@ -91,11 +91,14 @@ def launch(net: Net, name: str, root: Path) -> tuple[subprocess.Popen[bytes], IO
     return subprocess.Popen(command, cwd=TREE, env=env, stdout=log, stderr=log), log
 
 
-def prepare(net: Net, name: str, host: str, root: Path, peers: dict[str, str], slot: str = "") -> FleetHost:
-    """Configure and start the router of a host; ``answers()`` says when it is up."""
+def prepare(
+    net: Net, name: str, host: str, root: Path, peers: dict[str, str], slot: str = "", router: str = ""
+) -> FleetHost:
+    """Configure and start the router of a host; ``answers()`` says when it is up. ``slot``, ``router``: more of these
+    sections."""
     address = net.hosts[name]
     paths = Paths(root).make()
-    text = config_text(HTTP_PORT, ["s0"], "request_deadline_s = 60.0").replace("127.0.0.1", address)
+    text = config_text(HTTP_PORT, ["s0"], f"request_deadline_s = 60.0\n{router}").replace("127.0.0.1", address)
     text = text.replace("max_model_len = 2048\n", f"max_model_len = 2048\n{slot}\n")
     paths.config.write_text(text + fleet_section(host, address, peers))
     record = write_record(root / "record.json")

@@ -110,6 +110,29 @@ def test_incidents_and_router_fit() -> None:
     cells_are_whole(shown(render.router(reply)), "rollout-0", "128", "256", "123456789")
 
 
+def test_fronts_fit_and_one_that_does_not_serve_is_named() -> None:
+    death = router.FrontDeath(
+        life="0.1a2b3c4d", number=41, pid=123456, at=0.0, cause="given up", why=f"killed by the router: {LONG}",
+        lived_s=86400.0, requests=128, ended=127, let_go_ms=1.0, forked_ms=10_200.0, served_ms=11_400.0, injected=True,
+    )  # fmt: skip
+    rows = (
+        router.RouterFront(
+            front=0, state="serving", pid=123457, since=0.0, streams=256, requests_total=1234567, unread=268435456,
+            restarts=41, deaths=(death,),
+        ),
+        router.RouterFront(front=63, state="given up", pid=123458, since=0.0),
+        router.RouterFront(front=62, state="away", since=0.0),
+    )  # fmt: skip
+    lines = shown(render.fronts(rows))
+    cells_are_whole(lines, "123457", "serving", "01-01 00:00:00", "256", "1234567", "41", "262144", "given up", "away")
+    words = " ".join(line.strip() for line in lines)
+    assert f"front 0: last death 00:00:00: killed by the router: {LONG}; it lived 86400.0 s" in words
+    assert "1 went on by their ids, 127 ended; served again after 11400 ms (injected)" in words
+    status = msgspec.structs.replace(host(), fronts=rows)
+    assert "front 63 of the router is given up, front 62 of the router is away" in render.health(status)
+    assert "front 0" not in render.health(status)
+
+
 def test_a_fleet_with_long_names_and_long_reasons() -> None:
     slot = fleet_messages.RemoteSlot(
         slot="slot0", generation=3, state="serving", model="m", fingerprint="f", weight_version="4096",
