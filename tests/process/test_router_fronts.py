@@ -142,6 +142,23 @@ def test_a_worker_dies_under_streams_of_both_fronts(host: RouterHost, truth: See
     assert host.metric("belayer_requests_resumed_total") >= 2
 
 
+@pytest.mark.parametrize("fault", ["unreadable", "lost"])
+def test_the_link_to_a_worker_is_torn_under_streams_of_both_fronts(host: RouterHost, truth: Seen, fault: str) -> None:
+    """A message of it that nobody can read; one to it that never arrives: a new link, and each token once at each."""
+    torn = host.metric("belayer_torn_links_total")
+    worker = host.worker("s0", *HELD, *(["--lose-add"] if fault == "lost" else []))
+    served = fronts.one_on_each(host.url, lambda: stream(host))
+    held(host, worker, *(one.stream for one in served))
+    if fault == "unreadable":
+        worker.babble()
+    eventually(lambda: host.metric("belayer_torn_links_total") > torn, what="the link is torn")
+    assert fault != "lost" or "lost" in host.told()
+    eventually(lambda: worker.running() == len(served), what="all are at the engine again")
+    worker.release()
+    for one in served:
+        same(ended(one.stream), truth)
+
+
 def test_an_id_is_known_at_every_front(host: RouterHost, truth: Seen) -> None:
     worker = host.worker("s0")
     body = {**completion(TOKENS, logprobs=1), "stream": False}

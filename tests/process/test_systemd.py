@@ -70,6 +70,14 @@ def test_what_must_outlive_its_daemon_is_not_killed_with_it(name: str) -> None:
     assert "PrivateTmp" not in service
 
 
+def test_a_front_that_runs_out_of_memory_takes_only_itself() -> None:
+    """It is a process of the router's unit, whose end by the OOM killer would stop all of it."""
+    service = directives(UNITS / "belayer-router.service")["Service"]
+    assert service["OOMPolicy"] == "continue"
+    assert service["Restart"] == "on-failure", "what ends the router itself"
+    assert service.get("KillMode", "control-group") == "control-group", "fronts never outlive it"
+
+
 def test_owner_keeps_descriptors_over_a_restart() -> None:
     service = directives(UNITS / "gpuowner@.service")["Service"]
     assert "--store systemd" in service["ExecStart"]
