@@ -86,9 +86,10 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.store = Incidents(folder / "incidents.db")
         self.alerts: list[tuple[int, str]] = []
-        self.look = front_deaths.FrontDeaths(
-            self.store, lambda *said: self.alerts.append(said), WINDOW_S, Log()
-        ).look
+        self.look = front_deaths.FrontDeaths(self.store, self.told, WINDOW_S, Log()).look
+
+    def told(self, life: int, reason: str) -> None:
+        self.alerts.append((life, reason))
 
     def outcomes(self) -> dict[str, str]:
         return {row.incident_id: row.outcome for row in self.store.latest()}
