@@ -61,7 +61,7 @@ class RouterSlot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FrontDeath(msgspec.Struct, frozen=True, kw_only=True):
-    """A life of a front that has ended. ``life``: its name, never given twice; ``number``: 1 for the first of this front.
+    """A life of a front that has ended. ``life``: its name, never given twice; ``number``: 1 for a front's first one.
     ``at``: Unix seconds; ``cause``: "death", or "given up" when the router killed it. ``requests`` were heard by it,
     ``ended`` of them had no id and ended in the engine. Milliseconds from its end: until its requests were dealt with,
     until the next life was forked, until that one served; -1: not yet."""
@@ -88,10 +88,10 @@ class FrontDeath(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterFront(msgspec.Struct, frozen=True, kw_only=True):
-    """One of several fronts. ``state``: serving, starting, stopped, "given up" (its death is awaited) or away (dead, and
-    not yet started again). Of the life that runs: ``pid``, 0: none; ``since``, Unix seconds; ``streams``, open requests;
-    ``requests_total``; ``unread``, bytes that it was sent and has not read. ``restarts``: lives that ended before it;
-    ``deaths``: the last of them, oldest first."""
+    """One of several fronts. ``state``: serving, starting, stopped, "given up" (its death is awaited) or away (dead,
+    and not yet started again). Of the life that runs: ``pid``, 0: none; ``since``, Unix seconds; ``streams``, open
+    requests; ``requests_total``; ``unread``, bytes that it was sent and has not read. ``restarts``: lives that ended
+    before it; ``deaths``: the last of them, oldest first."""
 
     front: int
     state: str

@@ -102,7 +102,8 @@ async def _serve_many(
             halt = group.create_task(stop.wait())
             await asyncio.wait((up, halt), return_when=asyncio.FIRST_COMPLETED)
             if not stop.is_set():
-                tasks += [group.create_task(one) for one in _control(loaded, paths, router.house, instance, router.fronts)]
+                beside = _control(loaded, paths, router.house, instance, router.fronts)
+                tasks += [group.create_task(one) for one in beside]
                 daemon.notify("READY=1")
                 logger.info("serving", url=router.house.url, instance=instance, fronts=loaded.router.fronts)
                 await halt

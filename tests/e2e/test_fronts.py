@@ -54,8 +54,9 @@ WINDOW_S = 20.0  # of repeated failures
 def host() -> Iterator[LocalHost]:
     root = Path(tempfile.mkdtemp(prefix="bl-"))
     port = free_port()
-    policy = f"repeat_window_s = {WINDOW_S}\nalert_command = ['sh', '-c', 'cat >>{root}/alerts; echo >>{root}/alerts']\n"
-    text = demo_config(MODEL, port, slots=1, extra=f"[policy]\n{policy}[envkeeper]\nenabled = false\n")
+    alert = f"['sh', '-c', 'cat >>{root}/alerts; echo >>{root}/alerts']"
+    policy = f"[policy]\nrepeat_window_s = {WINDOW_S}\nalert_command = {alert}\n"
+    text = demo_config(MODEL, port, slots=1, extra=f"{policy}[envkeeper]\nenabled = false\n")
     host = LocalHost(root, text.replace("[router]\n", f"[router]\nfronts = 2\nmax_requests = {LIVE}\n", 1))
     try:
         host.start(ROLLOUT)
@@ -369,7 +370,7 @@ def window_is_over(host: LocalHost) -> None:
 
 
 def changed(url: str, number: int, old: int, new: int, *parts: Seen) -> None:
-    """Its first tokens are of ``old`` and the rest of ``new``, which is served now and would have said the same rest."""
+    """Its first tokens are of ``old``, the rest of ``new``, which is served now and would have said the same rest."""
     tokens = whole(parts[-1], *parts[:-1])
     (first, _, bound), (second, _, _) = spans(*parts)
     assert (first, second) == (old, new)

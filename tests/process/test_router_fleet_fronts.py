@@ -72,8 +72,8 @@ def stream(host: FleetHost, name: str = "", position: int | None = None) -> Stre
 
 
 def forwarded(a: FleetHost, b: FleetHost, name: str = "") -> tuple[list[fronts.Served], FakeWorker]:
-    """Requests of a host without a worker, all at the worker of the other one, which has given the first of them ``CUT``
-    tokens and is held there. The first has the ``name``; of the others each front has at least one."""
+    """Requests of a host without a worker, all at the worker of the other one, which has given the first of them
+    ``CUT`` tokens and is held there. The first has the ``name``; of the others each front has at least one."""
     worker = b.worker("s0", "--hold-at", str(CUT), "--step-ms", "20")
     a.may_use(REMOTE)
     served = [fronts.begin(a.url, lambda: stream(a, name))]
@@ -140,7 +140,7 @@ def test_both_fronts_speak_over_a_wire_that_loses_and_then_is_cut(hosts: Hosts, 
         worker.release()
         for one in served:
             whole(a, one.stream, REMOTE)
-        eventually(lambda: min(wire.lost("to_host"), wire.lost("to_net")) > 0, what="frames are lost in both directions")
+        eventually(lambda: min(wire.lost("to_host"), wire.lost("to_net")) > 0, what="frames are lost both ways")
         b.unregister(worker, gone=True, reason="planned: for one that is held")
         worker.kill()
     a.sees("host-b", "up")

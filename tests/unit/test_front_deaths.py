@@ -1,4 +1,4 @@
-"""What a router tells of its fronts, and what belayerd makes of their deaths: incidents once, an alert when they repeat."""
+"""What a router tells of its fronts, and what belayerd makes of their deaths: incidents, an alert when they repeat."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_a_death_is_written_once_and_its_end_is_added(tmp_path: Path) -> None:
     assert again.outcomes() == {"front-0.a": "served"}
     (row,) = again.store.latest()
     assert (row.slot, row.cause, row.total_ms) == ("router/front0", "death", 1500.0)
-    assert [(step.step, step.ms) for step in row.steps] == [("1 let go", 0.5), ("2 forked", 299.5), ("3 serves", 1200.0)]
+    steps = [("1 let go", 0.5), ("2 forked", 299.5), ("3 serves", 1200.0)]
+    assert [(step.step, step.ms) for step in row.steps] == steps
     assert sum(step.ms for step in row.steps) == row.total_ms
 
 
@@ -144,5 +145,7 @@ def test_what_was_open_of_an_earlier_router_ends_with_it(tmp_path: Path) -> None
 
 
 def test_a_status_without_fronts_is_one_of_an_older_router(tmp_path: Path) -> None:
-    old = msgspec.msgpack.encode({"instance": "i", "pid": 1, "url": "", "slots": [], "running": 0, "waiting": 0})
-    Watch(tmp_path).look(msgspec.convert(msgspec.msgpack.decode(old) | {"type": "RouterStatusReply"}, RouterStatusReply))
+    said = {"instance": "i", "pid": 1, "url": "", "slots": [], "running": 0, "waiting": 0}
+    watch = Watch(tmp_path)
+    watch.look(msgspec.convert(said | {"type": "RouterStatusReply"}, RouterStatusReply))
+    assert watch.outcomes() == {}
