@@ -34,6 +34,7 @@ CORES = [
     "belayerd/router/fleet_guests.py",
     "belayerd/router/placement.py",
     "belayerd/router/archive.py",
+    "belayerd/router/front_lives.py",
     "belayerd/router/records.py",
     "belayerd/router/events.py",
     "gpuowner/core.py",
