@@ -7,6 +7,7 @@ twice, so a death is written once, whatever befell belayerd meanwhile; its end i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -49,7 +50,7 @@ def repeated(deaths: Sequence[FrontDeath], window_s: float) -> frozenset[str]:
     in the order of their times."""
     told: set[str] = set()
     again = False
-    for before, death in zip(deaths, deaths[1:], strict=False):
+    for before, death in pairwise(deaths):
         again, was = death.at - before.at < window_s, again
         if again and not was:
             told.add(death.life)

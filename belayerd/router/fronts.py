@@ -30,6 +30,7 @@ GIVE_UP = 5  # deaths of a front before it has ever served: it will not
 STOP_S = 10.0  # from SIGTERM to SIGKILL; a front closes its connections within GRACE_S
 _PACKET = 64 << 10
 _STOPPED = frozenset("Tt")
+_NO_KILLS = lastwords.Kills(0, 0)
 
 
 def pause_s(failures: int) -> float:
@@ -48,7 +49,7 @@ class Place:
     pidfd: int = -1
     given_up: str = ""
     given_ups: int = 0
-    kills: lastwords.Kills = lastwords.Kills(0, 0)
+    kills: lastwords.Kills = _NO_KILLS
     failures: int = 0
     ever_served: bool = False
     born_at: float = 0.0

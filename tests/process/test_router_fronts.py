@@ -6,6 +6,7 @@ nothing. What must differ with several fronts is here; that nothing else does, t
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -414,10 +415,19 @@ def test_sigterm_ends_streams_of_all_fronts_with_an_error(host: RouterHost) -> N
     eventually(lambda: all(procs.is_dead(pidfd) for pidfd in pids), what="its fronts are dead")
     for pidfd in pids:
         os.close(pidfd)
+    eventually(lambda: is_free(host.port), what="the zygote, which dies with the router, holds the port no more")
+    host.come_back()
+
+
+def is_free(port: int) -> bool:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections linger; a listener would refuse
-        sock.bind(("127.0.0.1", host.port))
-    host.come_back()
+        try:
+            sock.bind(("127.0.0.1", port))
+        except OSError as why:
+            assert why.errno == errno.EADDRINUSE
+            return False
+    return True
 
 
 def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
