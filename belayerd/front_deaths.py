@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from belayer.errors import Refused
 from belayer.messages.control import Incident, StepTiming
 from belayer.messages.router import FrontDeath, RouterStatusReply
-from belayer.story import Incidents
+from belayerd.records import Records
 
 _PLACE = "router/front"  # no slot can have this name
 OPEN, SERVED, GONE = "open", "served", "ended with its router"
@@ -60,7 +61,7 @@ def repeated(deaths: Sequence[FrontDeath], window_s: float) -> frozenset[str]:
 class FrontDeaths:
     """``alert`` gets the number of the life that ended, and a sentence."""
 
-    def __init__(self, incidents: Incidents, alert: Callable[[int, str], None], window_s: float, log: Any) -> None:
+    def __init__(self, incidents: Records, alert: Callable[[int, str], None], window_s: float, log: Any) -> None:
         self._incidents, self._alert, self._window_s, self._log = incidents, alert, window_s, log
         self._written: dict[str, str] = {}  # outcome by incident, of those that the router still tells
         self._instance = ""
@@ -92,6 +93,11 @@ class FrontDeaths:
 
     def _end_those_of_before(self) -> None:
         """Nobody else will: their router took their next lives with it."""
-        for row in self._incidents.latest(_LOOKED_AT):
+        try:
+            rows = self._incidents.latest(_LOOKED_AT)
+        except Refused as why:
+            self._log.warning("open incidents of an earlier router stay open", why=str(why))
+            return
+        for row in rows:
             if row.slot.startswith(_PLACE) and row.outcome == OPEN and row.incident_id not in self._written:
                 self._incidents.put(msgspec.structs.replace(row, outcome=GONE))

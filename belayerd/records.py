@@ -37,6 +37,14 @@ class Records:
             self._give_up(why)
             raise Refused(f"incidents at {self._path} cannot be read: {why}", remedy="look at that disk") from why
 
+    def outcome(self, incident_id: str) -> str:
+        """Of the incident of that id, "" when there is none or it cannot be read."""
+        try:
+            return self._opened().outcome(incident_id)
+        except (sqlite3.Error, OSError) as why:
+            self._give_up(why)
+            return ""
+
     def _give_up(self, why: Exception) -> None:
         """A full disk leaves the connection whole, and another one could not be opened on it: what is on record can
         still be read. What is no database needs another one."""

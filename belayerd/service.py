@@ -89,9 +89,7 @@ class Supervisor:
         self._zygote = Zygote(paths, config_path, self._log, self._zygote_failed)
         self._sealed_once: set[str] = set()  # models whose weights were seen whole in this life
         front_deaths = FrontDeaths(self._incidents, self._front_repeats, policy.repeat_window_s, self._log)
-        self._router_peer = RouterPeer(
-            self._router, self._router_back, self._given_up, front_deaths.look, self._log
-        )
+        self._router_peer = RouterPeer(self._router, self._router_back, self._given_up, front_deaths.look, self._log)
         self._owners: tuple[OwnerStatusReply, ...] = ()
         self._told_lost: set[tuple[str, int]] = set()
         self._footprints = footprint.Footprints()

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from belayer.messages.router import FrontDeath, RouterFront, RouterStatusReply
-from belayer.story import Incidents
 from belayerd import front_deaths
+from belayerd.records import Records
 from belayerd.router.front_lives import KEPT, LetGo, Lives
 
 WINDOW_S = 60.0
@@ -79,12 +79,14 @@ def status(*fronts: tuple[FrontDeath, ...], instance: str = "one") -> RouterStat
 class Log:
     def warning(self, event: str, **fields: Any) -> None: ...
 
+    def error(self, event: str, **fields: Any) -> None: ...
+
 
 class Watch:
     """One life of belayerd that looks at the router."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = Incidents(folder / "incidents.db")
+        self.store = Records(folder / "incidents.db", Log())
         self.alerts: list[tuple[int, str]] = []
         self.look = front_deaths.FrontDeaths(self.store, self.told, WINDOW_S, Log()).look
 
@@ -142,6 +144,14 @@ def test_what_was_open_of_an_earlier_router_ends_with_it(tmp_path: Path) -> None
     watch.look(status((death("0.a", 100.0),), (death("1.a", 10.0, 20.0),)))
     watch.look(status((), (), instance="two"))
     assert watch.outcomes() == {"front-0.a": "ended with its router", "front-1.a": "served"}
+
+
+def test_a_disk_that_takes_nothing_costs_the_record_and_not_the_alert(tmp_path: Path) -> None:
+    (tmp_path / "incidents.db").mkdir()
+    watch = Watch(tmp_path)
+    for _ in range(2):
+        watch.look(status((death("0.a", 100.0), death("0.b", 101.0)), ()))
+    assert len(watch.alerts) == 1
 
 
 def test_a_status_without_fronts_is_one_of_an_older_router(tmp_path: Path) -> None:
