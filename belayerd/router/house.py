@@ -56,7 +56,7 @@ class House:
         """``folder``: of the journal. ``pair`` and ``life``: with both, this router is one of a fleet."""
         router = config.router
         self.core = Core(limits(config))
-        self._earlier = read(folder, named_only=True)
+        self._earlier = read(folder, named_only=True, keep_bytes=router.keep_finished_mb << 20)
         for damage in self._earlier.damage:
             log.warning("journal_damaged", where=damage)
         book = journal.Journal(folder, instance, router.journal_max_mb << 20, self._live, router.journal_sync)
@@ -69,6 +69,7 @@ class House:
             sink = self.fleet.sink(sink)
         self.shell = Shell(self.core, book, codec, sink, FRONT, log)
         self.shell.link_silence_s = router.link_silence_s
+        self.shell.call_s = {slot.name: slot.start_deadline_s for slot in config.slot}  # as its worker announces it
         if self.fleet is not None:
             self.fleet.attach(self.shell)
         self.metrics = Metrics(self.core, book, self.heart.declined, self.heart.mistakes)

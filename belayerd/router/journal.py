@@ -52,7 +52,8 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Tokens from position ``start``, made by one worker with one weight version. A block that starts below the
-    end of what is known replaces it from there. ``rows``: (position, encoded output) of what is more than tokens."""
+    end of what is known replaces it from there. ``rows``: (position, encoded output) of what is more than tokens.
+    ``weights_digest``: of the bytes of that version, "" when that was not known."""
 
     request_id: str
     start: int
@@ -61,6 +62,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
     generation: int
     weight_version: str
     rows: Rows = ()
+    weights_digest: str = ""
 
 
 class Finish(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -87,7 +89,8 @@ def _pair(record: Record) -> bytes:
 class Journal:
     """The writer of one router life.
 
-    ``live``: the records that a new segment begins with. A write that fails (disk full) is counted and closes the
+    ``live``: the records that a new segment begins with; however many they are, a segment takes as much again as its
+    share of ``max_bytes`` before the next one. A write that fails (disk full) is counted and closes the
     segment; the next append tries a new one, so that streams never end for a disk. ``sync``: "finish" waits for the
     disk before a finish is told, "always" before anything is.
     """
@@ -104,20 +107,21 @@ class Journal:
         self._max_bytes = max_bytes
         self._segment_bytes = max(max_bytes // 8, 4096)
         self._fd = -1
-        self._size = 0
+        self._size = self._head = 0  # bytes of the open segment, and of the live requests at its beginning
         self._number = 0
         self.failures = 0
         self.syncs = 0
         self.bytes_total = 0
         self.last_error = ""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._stamp = 1 + max(map(_stamp_of, segments(folder)), default=-1)
 
     def append(self, records: list[Record]) -> None:
         """Write all records with one system call. Never raises for a bad disk: see ``failures``."""
         if not records:
             return
         try:
-            if self._fd < 0 or self._size >= self._segment_bytes:
+            if self._fd < 0 or self._size - self._head >= self._segment_bytes:
                 self._rotate()
             self._write(b"".join(map(_pair, records)))
             if self._sync == "always" or (self._sync == "finish" and any(isinstance(r, Finish) for r in records)):
@@ -139,17 +143,23 @@ class Journal:
     def _rotate(self) -> None:
         self.close()
         self._number += 1
-        name = f"{int(clock.wall() * 1e3):015d}-{self._instance}-{self._number:06d}{SUFFIX}"
-        self._fd = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._stamp = max(self._stamp, int(clock.wall() * 1e3))  # a clock that was set back must not reorder segments
+        path = self._folder / f"{self._stamp:015d}-{self._instance}-{self._number:06d}{SUFFIX}"
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._size = 0
         head = Head(VERSION, self._instance, clock.wall())
-        self._write(b"".join(map(_pair, [head, *self._live()])))
-        self._trim(keep=name)
+        try:
+            self._write(b"".join(map(_pair, [head, *self._live()])))
+        except OSError:
+            path.unlink()  # the next append tries again: a full disk must not fill with beginnings
+            raise
+        self._head = self._size
+        self._trim(keep=path.name)
 
     def _trim(self, keep: str) -> None:
         """Delete the oldest segments until the rest and one full new segment fit under the cap."""
         rows = [(path, path.stat().st_size) for path in segments(self._folder) if path.name != keep]
-        total = sum(size for _, size in rows) + max(self._segment_bytes, self._size)
+        total = sum(size for _, size in rows) + self._head + self._segment_bytes
         for path, size in rows:
             if total <= self._max_bytes:
                 return
@@ -162,6 +172,11 @@ class Journal:
             self._fd = -1
 
 
+def _stamp_of(path: Path) -> int:
+    stamp = path.name.partition("-")[0]
+    return int(stamp) if stamp.isdecimal() else -1
+
+
 def segments(folder: Path) -> list[Path]:
-    """Oldest first: names begin with the wall-clock time of their creation."""
+    """Oldest first: names begin with the wall-clock time of their creation, and never with less than those before."""
     return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)

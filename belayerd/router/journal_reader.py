@@ -11,7 +11,7 @@ import msgspec
 
 from belayerd.router.events import OnDeath, Stop
 from belayerd.router.journal import VERSION, Add, Finish, Head, Record, Tokens, segments
-from belayerd.router.records import Past, Span
+from belayerd.router.records import Past, Span, cost
 
 _decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 
@@ -29,7 +29,7 @@ class Story(msgspec.Struct):
     on_death: str = ""
     tokens: list[int] = []
     rows: list[tuple[int, bytes]] = []
-    spans: list[tuple[int, str, int, str]] = []
+    spans: list[tuple[int, str, int, str, str]] = []
     reason: str = ""
     stop: Stop = None
 
@@ -48,6 +48,10 @@ class Story(msgspec.Struct):
             eager=self.eager,
             on_death=OnDeath(self.on_death) if self.on_death else None,
         )
+
+    def size(self) -> int:
+        """About what it costs to keep."""
+        return cost(self.tokens, self.rows, self.frames)
 
 
 class Reading(msgspec.Struct):
@@ -85,23 +89,47 @@ def _checked(pair: object) -> Record:
     raise ValueError("checksum differs")
 
 
-def read(folder: Path, named_only: bool = False) -> Reading:
-    """Put the segments of a folder together. A later record of a request wins over an earlier one. ``named_only``
-    forgets ended requests that nobody can ask for as soon as their end is read: a bound on memory at start."""
+def read(folder: Path, named_only: bool = False, keep_bytes: int | None = None) -> Reading:
+    """Put the segments of a folder together. A later record of a request wins over an earlier one. Bounds on memory at
+    start: ``named_only`` forgets ended requests that nobody can ask for as soon as their end is read; ``keep_bytes``
+    the first of those that have ended, when all of them would be more than may be kept (``Archive``)."""
     reading = Reading(stories={}, damage=[])
     if not folder.is_dir():
         return reading
     live: dict[str, Story] = {}
+    ended = Ended(keep_bytes)
     for path in segments(folder):
         for record in records(path, reading.damage):
-            _tell(live, reading.stories, record, named_only)
-    reading.stories.update(live)
+            _tell(live, ended, record, named_only)
+    reading.stories = ended.stories | live
     return reading
 
 
-def _tell(live: dict[str, Story], ended: dict[str, Story], record: Record, named_only: bool) -> None:
+class Ended:
+    """Stories in the order of their ends, of at most so many bytes (None: all)."""
+
+    def __init__(self, keep_bytes: int | None) -> None:
+        self.stories: dict[str, Story] = {}
+        self._keep_bytes, self._bytes = keep_bytes, 0
+
+    def put(self, story: Story) -> None:
+        self.take(story.request_id)
+        self.stories[story.request_id] = story
+        self._bytes += story.size()
+        while self._keep_bytes is not None and self._bytes > self._keep_bytes:
+            self.take(next(iter(self.stories)))
+
+    def take(self, request_id: str) -> None:
+        story = self.stories.pop(request_id, None)
+        if story is not None:
+            self._bytes -= story.size()
+
+
+def _tell(live: dict[str, Story], ended: Ended, record: Record, named_only: bool) -> None:
     if isinstance(record, Add):
-        ended.pop(record.request_id, None)
+        ended.take(record.request_id)
+        if record.request_id in live:
+            return  # told again where a segment begins: should that beginning be torn, what is known stays known
         live[record.request_id] = Story(
             request_id=record.request_id,
             external_id=record.external_id,
@@ -119,16 +147,18 @@ def _tell(live: dict[str, Story], ended: dict[str, Story], record: Record, named
         if record.length != len(story.tokens):
             story.reason = "error:incomplete"  # a block of it was lost: it may be continued, not told again
         if story.name or not named_only:
-            ended[record.request_id] = story
+            ended.put(story)
 
 
 def _put(story: Story, record: Tokens) -> None:
     if record.start > len(story.tokens):
         return  # a block before it was lost with a trimmed or damaged segment: never splice
+    if story.tokens[record.start : record.start + len(record.tokens)] == list(record.tokens):
+        return  # told again where a segment begins
     del story.tokens[record.start :]
     story.tokens.extend(record.tokens)
     story.rows = [row for row in story.rows if row[0] < record.start] + list(record.rows)
     story.spans = [span for span in story.spans if span[0] < record.start]
-    maker = (record.slot, record.generation, record.weight_version)
+    maker = (record.slot, record.generation, record.weight_version, record.weights_digest)
     if not story.spans or story.spans[-1][1:] != maker:
         story.spans.append((record.start, *maker))

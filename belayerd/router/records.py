@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -44,12 +45,14 @@ SLOT_NEXT: dict[SlotState, frozenset[SlotState]] = {
 
 
 class Span(NamedTuple):
-    """Tokens from position ``start`` up to the next span were made by this worker with this weight version."""
+    """Tokens from position ``start`` up to the next span were made by this worker with this weight version, whose bytes
+    have this digest ("": it was not known yet)."""
 
     start: int
     slot: str
     generation: int
     weight_version: str
+    weights_digest: str = ""
 
 
 @dataclass(slots=True)
@@ -112,8 +115,12 @@ class Past:
 
     def bytes(self) -> int:
         """About what it costs to keep."""
-        rows = sum(len(row) + 64 for _, row in self.rows)
-        return 512 + 32 * len(self.tokens) + rows + sum(map(len, self.frames))
+        return cost(self.tokens, self.rows, self.frames)
+
+
+def cost(tokens: Sequence[int], rows: Iterable[tuple[int, bytes]], frames: Iterable[bytes]) -> int:
+    """Bytes of memory that a story takes, about."""
+    return 512 + 32 * len(tokens) + sum(len(row) + 64 for _, row in rows) + sum(map(len, frames))
 
 
 LEFT = "left"  # ended because its client went away: it may be taken up again
@@ -151,7 +158,9 @@ class Slot:
     resumed_total: int = 0
     restarted_total: int = 0
     late_dropped: int = 0
-    tears: int = 0  # how often the link to this worker was torn
+    tears: int = 0  # how often the link to this worker was torn, one soon after the other
+    torn_at: float = 0.0  # the last time
+    calling_until: float = 0.0  # admin calls may keep its worker silent until then
     remote: bool = False  # of another host: its router stands for its workers
     open: bool = True  # a remote one: may be given requests
     elsewhere: int = 0  # its requests that are not ours

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import msgpack
@@ -16,7 +17,7 @@ from belayerd.router.journal_reader import read, records
 
 ROWS: list[Record] = [
     Add("r1", "client-1", (b"\x00\xffframe", b"second"), 12.5),
-    Tokens("r1", 0, tuple(range(300)), "slot0", 3, "7"),
+    Tokens("r1", 0, tuple(range(300)), "slot0", 3, "7", (), "aaaa"),
     Tokens("r1", 300, (5, 6), "slot0", 4, "7", ((301, b"row"),)),
     Add("r2", "", (b"f",), 13.0),
     Finish("r1", "stop", 302, 14.0),
@@ -33,7 +34,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert list(records(path))[1:] == ROWS
     story = read(tmp_path).stories["r1"]
     assert story.tokens == [*range(300), 5, 6]
-    assert story.spans == [(0, "slot0", 3, "7"), (300, "slot0", 4, "7")]
+    assert story.spans == [(0, "slot0", 3, "7", "aaaa"), (300, "slot0", 4, "7", "")]
     assert (story.reason, story.external_id, story.frames) == ("stop", "client-1", ROWS[0].frames)
     assert read(tmp_path).stories["r2"].reason == ""
 
@@ -107,6 +108,83 @@ def test_a_bad_disk_is_counted_and_the_next_append_recovers(tmp_path: Path) -> N
     folder.mkdir()
     writer.append(ROWS)
     assert read(folder).stories["r1"].reason == "stop"
+
+
+def test_live_requests_larger_than_a_segment_are_not_written_again_with_every_append(tmp_path: Path) -> None:
+    """A thousand long prompts are more than a segment: it takes its share beside them, not instead of them."""
+    live: list[Record] = [Add(f"r{i}", "", (b"f" * 1000,), 1.0) for i in range(200)]
+    writer = journal(tmp_path, live, max_bytes=1 << 20)  # a segment: 128 KiB
+    writer.append(live)
+    before = writer.bytes_total
+    for i in range(200):
+        writer.append([Tokens("r0", i, (i,), "s", 0, "")])
+    assert writer.bytes_total - before < 500_000, "the live ones once or twice, not 200 times"
+    for i in range(2000):
+        writer.append([Add(f"short{i}", "", (b"f" * 500,), 1.0), Finish(f"short{i}", "stop", 0, 1.0)])
+    assert len(segments(tmp_path)) > 1
+    assert sum(path.stat().st_size for path in segments(tmp_path)) <= 1 << 20
+
+
+TOLD: list[Record] = [
+    Add("live", "x", (b"frame",), 1.0, "mine", b"d", True),
+    Tokens("live", 0, (1, 2, 3), "s", 0, "7", ((0, b"row"),)),
+    Tokens("live", 3, (4, 5), "s", 1, "7"),
+]
+
+
+def test_a_beginning_torn_at_any_byte_forgets_nothing(tmp_path: Path) -> None:
+    """A router that is killed while it begins a segment: the client has all tokens, and so has the one before."""
+    journal(tmp_path, TOLD).append(TOLD)
+    whole = read(tmp_path).stories["live"]
+    assert whole.tokens == [1, 2, 3, 4, 5]
+    journal(tmp_path, TOLD).append([Tokens("live", 5, (6,), "s", 1, "7")])
+    _, path = segments(tmp_path)
+    data = path.read_bytes()
+    assert read(tmp_path).stories["live"].tokens == [1, 2, 3, 4, 5, 6]
+    for cut in range(len(data)):
+        path.write_bytes(data[:cut])
+        assert read(tmp_path).stories["live"] == whole
+
+
+def test_other_tokens_in_the_place_of_known_ones_still_replace_them(tmp_path: Path) -> None:
+    journal(tmp_path).append([*TOLD, Tokens("live", 4, (9,), "s", 2, "7")])
+    story = read(tmp_path).stories["live"]
+    assert story.tokens == [1, 2, 3, 4, 9]
+    assert [span[:3] for span in story.spans] == [(0, "s", 0), (3, "s", 1), (4, "s", 2)]
+
+
+def test_a_full_disk_does_not_fill_with_beginnings(tmp_path: Path) -> None:
+    writer = journal(tmp_path, ROWS[:2])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        for _ in range(20):
+            writer.append(ROWS[:2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert writer.failures == 20
+    assert list(tmp_path.iterdir()) == []
+    writer.append([ROWS[-1]])
+    assert read(tmp_path).stories["r1"].reason == "error:incomplete", "what the full disk did not take is not made up"
+
+
+def test_segments_of_a_clock_that_was_set_back_come_after_those_before(tmp_path: Path) -> None:
+    journal(tmp_path, TOLD).append(TOLD)
+    (path,) = segments(tmp_path)
+    ahead = path.rename(path.with_name(f"{10**14:015d}-abcd-000001.mpk"))
+    journal(tmp_path, TOLD).append([Finish("live", "stop", 5, 2.0)])
+    assert segments(tmp_path)[0] == ahead
+    assert read(tmp_path).stories["live"].reason == "stop"
+
+
+def test_reading_keeps_no_more_ended_requests_than_may_be_kept(tmp_path: Path) -> None:
+    writer = journal(tmp_path)
+    for i in range(100):
+        name = f"n{i}"
+        writer.append([Add(name, "", (b"f" * 1000,), 1.0, name, b"d"), Finish(name, "stop", 0, 1.0)])
+    writer.append([Add("live", "", (b"f" * 50_000,), 1.0, "live", b"d")])
+    found = read(tmp_path, named_only=True, keep_bytes=16_000).stories
+    assert list(found) == [*(f"n{i}" for i in range(90, 100)), "live"]
 
 
 def test_live_records_are_what_the_journal_already_holds() -> None:
