@@ -54,7 +54,8 @@ class Slots(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     """With each hello: which slot the link is for, who asks, and how its outputs are to be stamped. ``front``: which
-    front of that host; a newer ``epoch`` of the same front and slot takes the place of an older one."""
+    front of that host; a newer ``epoch`` of the same front and slot takes the place of an older one. ``fingerprint``:
+    of the model that the requests of this link are for, as in ``RemoteSlot``."""
 
     slot: str
     life: Life
@@ -62,14 +63,16 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
     stamp: str
     worker_id: str
     epoch: int
+    fingerprint: str = ""
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """With each add: what the request wants if its worker dies ("": as the slot says), and the weights that made the
-    last of its tokens: older ones must not go on with them."""
+    last of its tokens, by version and digest: older ones, or others of that version, must not go on with them."""
 
     on_death: str = ""
     prefix_version: str = ""
+    prefix_digest: str = ""
 
 
 class FleetStamp(Stamp, frozen=True, kw_only=True):

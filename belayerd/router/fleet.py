@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,7 +68,7 @@ class Fleet:
         self._servers = {peer.name: fleet_keys.key_of(folder, peer.name) for peer in config.peer}
         self.door = Door(self._fleet.listen, folder, pair, self._max_bytes, self._fleet.lost_s, log)
         self.host = HostSide(
-            self.door, Guests(self._fleet.orphan_s), codec, self._slots, config.router.max_requests, log
+            self.door, Guests(self._fleet.orphan_s), codec, self._slots, mark, config.router.max_requests, log
         )
         self._context = zmq.asyncio.Context()
         self._ways = {name: self._way(name) for name in self.core.peers}
@@ -124,8 +125,9 @@ class Fleet:
             now = clock.monotonic()
             for name, way in self._ways.items():
                 beat = Beat(life=self._life, number=self.core.ask(name, now))
-                if int(way.socket.get(zmq.EVENTS)) & zmq.POLLOUT:  # else the peer is away, or owes several answers
-                    await way.socket.send_multipart([b"beat", msgspec.msgpack.encode(beat)])
+                # Never waited for: one peer that is away, or owes several answers, must not keep this from the others.
+                with contextlib.suppress(zmq.Again):
+                    await way.socket.send_multipart([b"beat", msgspec.msgpack.encode(beat)], flags=zmq.NOBLOCK)
             self._tell(self.core.tick(now, self._standing()))
             self.host.tick()
             await asyncio.sleep(self._fleet.beat_s)
@@ -158,7 +160,7 @@ class Fleet:
 
     def _make_link(self, effect: ev.Connect, front: int, token: bytes) -> Link:
         host = effect.slot.partition("/")[0]
-        road = Road(self._pair, self._servers[host], self._life, self._fleet.lost_s, self._max_bytes)
+        road = Road(self._pair, self._servers[host], self._life, self._mark, self._fleet.lost_s, self._max_bytes)
         link = FleetLink(self._context, effect, front, token, road)
         link.extra[b"back"] = self._on_back
         return link

@@ -24,9 +24,10 @@ class HostSide:
     """Hears peers by the door, gives their requests to the shell, and is the sink of what comes out."""
 
     def __init__(
-        self, door: Door, guests: Guests, codec: Any, slots: Callable[[int], Slots], most: int, log: Any
+        self, door: Door, guests: Guests, codec: Any, slots: Callable[[int], Slots], mark: str, most: int, log: Any
     ) -> None:
-        self.guests = guests
+        """``mark``: the fingerprint of this host's model; links for another are refused."""
+        self.guests, self._mark = guests, mark
         self._door, self._codec, self._slots, self._most, self._log = door, codec, slots, most, log
         self._ready: dict[str, bytes] = {}  # slot -> what its last worker said when it was ready
         self._shell: Shell
@@ -65,6 +66,8 @@ class HostSide:
         token, told, greeting = rest[0], rest[1], msgspec.msgpack.decode(rest[2], type=Greeting)
         if greeting.slot not in self._ready:
             raise Refused(f"slot {greeting.slot} has no worker yet")
+        if greeting.fingerprint != self._mark:
+            raise Refused(f"requests of {host} are for other files of the model, or another vLLM, than this host has")
         link, ended = self.guests.greet(host, greeting, token, route, clock.monotonic())
         self._end(ended)
         standing = {
@@ -94,7 +97,7 @@ class HostSide:
         prefix = _prefix.decode(rest[0]) if rest[0] else ()
         wish = msgspec.msgpack.decode(rest[1], type=Wish)
         frames = tuple(rest[2:])
-        request_id = str(msgspec.msgpack.decode(frames[0])[0])
+        request_id = _id_of(frames[0])
         try:
             if self.guests.come(link, request_id, len(prefix)):
                 self._shell.abort([request_id])
@@ -110,6 +113,7 @@ class HostSide:
                     origin=link.host,
                     prefix=prefix,
                     prefix_version=wish.prefix_version,
+                    prefix_digest=wish.prefix_digest,
                 )
             )
         except BelayerError as error:
@@ -219,6 +223,14 @@ class Both:
 
     def left(self, slot: str) -> None:
         self._front.left(slot)
+
+
+def _id_of(frame: bytes) -> str:
+    """Of an encoded request, whose first field it is."""
+    row: list[Any] = msgspec.msgpack.decode(frame, type=list[Any])
+    if not row or not isinstance(row[0], str):
+        raise ValueError("a request begins with its id")
+    return row[0]
 
 
 def code_of(text: str) -> ErrorCode:

@@ -47,6 +47,7 @@ class Road:
     pair: fleet_keys.Pair
     server: bytes
     life: Life
+    fingerprint: str
     silence_s: float
     max_bytes: int
 
@@ -62,6 +63,7 @@ class FleetLink(Link):
                 stamp=effect.slot,
                 worker_id=effect.worker_id,
                 epoch=effect.generation,
+                fingerprint=road.fingerprint,
             )
         )
         super().__init__(context, effect.slot, effect.worker_id, effect.endpoint, front, token)
@@ -76,8 +78,10 @@ class FleetLink(Link):
     def _hello(self) -> list[bytes]:
         return [*super()._hello(), self._greeting]
 
-    def add(self, prefix: bytes, frames: Sequence[Any], on_death: str, prefix_version: str) -> None:
-        wish = Wish(on_death=on_death, prefix_version=prefix_version)
+    def add(
+        self, prefix: bytes, frames: Sequence[Any], on_death: str, prefix_version: str, prefix_digest: str
+    ) -> None:
+        wish = Wish(on_death=on_death, prefix_version=prefix_version, prefix_digest=prefix_digest)
         self.send([b"add", prefix, msgspec.msgpack.encode(wish), *frames])
 
     def _stamps(self) -> msgspec.msgpack.Decoder[Any]:

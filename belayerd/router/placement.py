@@ -30,7 +30,8 @@ class Limits:
     ``home_s``: how long an interrupted request waits for its own slot before any slot may take it.
     ``waiting_s``: how long a request waits for any worker before it ends with NoHealthySlot.
     ``silence_s``: how long a worker may have a request without any output before it is taken from it.
-    ``tears``: how often a torn link to the same worker is made anew before the next generation is waited for.
+    ``tears``: how often a torn link to the same worker is made anew before the next generation is waited for;
+    ``steady_s``: a link that was not torn for so long counts from none again.
     ``on_death``: by slot, what its requests want that say nothing themselves; others resume.
     ``capacity``: by slot, how many requests its engine runs at once; beyond it a free slot of another host is better.
     ``slots``: of this host, as configured; ``peers``: other hosts may have slots too.
@@ -41,6 +42,7 @@ class Limits:
     waiting_s: float = 120.0
     silence_s: float = 300.0
     tears: int = 3
+    steady_s: float = 60.0
     journal_every: int = 256
     keep_bytes: int = 64 << 20
     same_id: ev.SameId = ev.SameId.REFUSE
@@ -126,9 +128,9 @@ class Placement:
                 self.counters.restarted += 1
         self.counters.forwarded += slot.remote
         wish = "" if request.on_death is None else request.on_death.value
-        version = request.spans[-1].weight_version if slot.remote and request.spans else ""
+        made = self._weights_of(request) if slot.remote else ("", "")
         tokens = tuple(request.tokens)
-        out.append(ev.SendAdd(slot.worker_id, request.request_id, request.frames, tokens, wish, version))
+        out.append(ev.SendAdd(slot.worker_id, request.request_id, request.frames, tokens, wish, *made))
 
     def beyond_help(self, slot: str = "") -> bool:
         """True when no worker of ``slot`` ("": of any slot of this host) serves, is on its way, or can come before an
@@ -186,16 +188,40 @@ class Placement:
         """Why weights of the same version are not the same: their bytes are others than those that made the tokens of
         ``request``, or than this host's own; "" when nothing says so. Digests cover how the bytes lie in the owner's
         memory too, so hosts with another tensor_parallel count as others."""
-        maker = request.spans[-1].slot if request is not None and request.spans else ""
-        if maker == slot.name:
-            return ""
+        if request is not None and request.spans:
+            if request.spans[-1].slot == slot.name:
+                return ""
+            version, digest = self._weights_of(request)
+            # Stricter than below: what made these tokens and is not known now never will be.
+            if version and version == slot.weight_version and digest != slot.weights_digest:
+                return _others(slot, request.spans[-1].slot, digest)
         for one in self.slots.values():
-            if one.name != maker and (one.remote or not slot.remote):
+            if one.remote or not slot.remote:
                 continue
             if not same_bytes(one.weight_version, one.weights_digest, slot.weight_version, slot.weights_digest):
-                there = f"digest {slot.weights_digest[:12]}" if slot.weights_digest else "an unknown digest"
-                return f"weights {slot.weight_version} of other bytes ({there}; {one.name}: {one.weights_digest[:12]})"
+                return _others(slot, one.name, one.weights_digest)
         return ""
+
+    def _weights_of(self, request: Request) -> tuple[str, str]:
+        """Version and digest ("": not known) of the weights that made the last of its tokens. The first tokens of a
+        version come before its digest is told; then it is that of their slot, while that serves the same version."""
+        if not request.spans:
+            return "", ""
+        made = request.spans[-1]
+        maker = self.slots.get(made.slot)
+        if made.weights_digest or maker is None or maker.weight_version != made.weight_version:
+            return made.weight_version, made.weights_digest
+        return made.weight_version, maker.weights_digest
+
+    def _alien(self, request: Request) -> str:
+        """Why no slot of this host that serves may go on with what another host has begun: weights of the same version
+        and of other bytes. "" when one may, or none serves: what is older may be newer in a moment, bytes do not
+        change."""
+        if not request.origin or not request.tokens:
+            return ""
+        serving = [slot for slot in self.slots.values() if not slot.remote and slot.state is SlotState.SERVING]
+        why = [self.other_bytes(slot, request) for slot in serving]
+        return why[0] if why and all(why) else ""
 
     def _unfit_weights(self, request: Request) -> str:
         """Why slots that serve did not take it, for its error; "" when weights are not the reason."""
@@ -269,7 +295,12 @@ class Placement:
         fresh = tuple(request.tokens[request.journaled :])
         if fresh:
             rows = tuple(request.rows[request.rows_journaled :])
-            out.append(ev.JournalTokens(request.request_id, request.journaled, fresh, *request.spans[-1][1:], rows))
+            made = request.spans[-1]
+            out.append(
+                ev.JournalTokens(
+                    request.request_id, request.journaled, fresh, *made[1:4], rows, made.weights_digest
+                )
+            )
             request.journaled, request.rows_journaled = len(request.tokens), len(request.rows)
 
     def live_records(self) -> Effects:
@@ -286,7 +317,9 @@ def story_of(request: Request) -> Effects:
         block = tuple(request.tokens[span.start : end])
         if block:
             rows = tuple(row for row in request.rows if span.start <= row[0] < end)
-            out.append(ev.JournalTokens(request.request_id, span.start, block, *span[1:], rows))
+            out.append(
+                ev.JournalTokens(request.request_id, span.start, block, *span[1:4], rows, span.weights_digest)
+            )
     return out
 
 
@@ -323,6 +356,11 @@ def _may_have(slot: Slot, request: Request) -> bool:
     if slot.state is not SlotState.SERVING:
         return False
     return not slot.remote or (slot.open and request.continuable and not request.origin)
+
+
+def _others(slot: Slot, name: str, digest: str) -> str:
+    there = f"digest {slot.weights_digest[:12]}" if slot.weights_digest else "an unknown digest"
+    return f"weights {slot.weight_version} of other bytes ({there}; {name}: {digest[:12] or 'not known'})"
 
 
 def _burden(slot: Slot) -> tuple[bool, bool, int, str]:

@@ -12,12 +12,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import zmq
 
 from belayer import fleet_keys
+from belayer.messages.fleet import Greeting, HandedBack, Life, Wish
 from belayer.paths import Paths
 from tests.support.fleet_hosts import FLEET_PORT, HTTP_PORT, LOST_S, FleetHost, prepare, write_keys
 from tests.support.netlab import Net
@@ -267,6 +270,68 @@ def knock(where: tuple[str, int], folder: Path, b: FleetHost, *, listed: bool) -
             sock.send_multipart(message)
         eventually(lambda: b.fleet().dropped.get(reason, 0) > before, what=f"{reason} is counted")
     context.term()
+
+
+def test_who_gets_tokens_looks_at_their_model_and_their_bytes(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
+    """A peer whose own looking failed, or was a moment too early: refused by name, and handed back at once. What it
+    says that is no request is counted, and the router lives."""
+    a, b = hosts
+    worker = b.worker("s0", "--digest", "aaaa")
+    a.may_use(REMOTE)
+    mark = b.fleet().own[0].fingerprint
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as sock:
+        as_peer(sock, a, b, (net.hosts["b"], FLEET_PORT))
+
+        def hello(token: bytes, fingerprint: str) -> list[bytes]:
+            life = Life(number=a.fleet().life, nonce=a.status().instance)
+            greeting = Greeting(
+                slot="s0", life=life, front=9, stamp=REMOTE, worker_id="w", epoch=1, fingerprint=fingerprint
+            )
+            sock.send_multipart([b"hello", token, msgspec.msgpack.encode(0), msgspec.msgpack.encode(greeting)])
+            return answer(sock)
+
+        def add(request: Any, digest: str) -> None:
+            wish = Wish(prefix_version="1", prefix_digest=digest)
+            parts = [(7, 8), wish, request]
+            sock.send_multipart([b"add", *map(msgspec.msgpack.encode, parts)])
+
+        assert hello(b"t1", "of another model")[0] == b"refused"
+        assert hello(b"t1", "")[0] == b"refused"
+        assert hello(b"t2", mark)[0] == b"ready"
+        dropped = b.fleet().dropped.get("bad_message", 0)
+        for nonsense in (5, {}, None, []):
+            add(nonsense, "aaaa")
+        eventually(lambda: b.fleet().dropped.get("bad_message", 0) == dropped + 4, what="all of it is counted")
+        for number, digest in enumerate(("bbbb", "")):
+            add([f"r{number}", [1, 2], None, {"max_tokens": 5}], digest)
+            kind, _, data = answer(sock)
+            back = msgspec.msgpack.decode(data, type=HandedBack)
+            assert (kind, back.request_id, back.code) == (b"back", f"r{number}", "refused")
+            assert "cannot go on here: weights 1 of other bytes (digest aaaa" in back.message
+        told = len(b.told())
+        add(["r2", [1, 2], None, {"max_tokens": 5}], "aaaa")
+        assert answer(sock)[0] == b"out"
+        assert b.told()[told:] == ["add r2 2"]
+        sock.send_multipart([b"bye", b"t2"])
+        eventually(lambda: b.fleet().serving == {}, what="its link is gone")
+    context.term()
+    assert worker.process.poll() is None
+
+
+def as_peer(sock: zmq.Socket[bytes], host: FleetHost, to: FleetHost, where: tuple[str, int]) -> None:
+    """Connected with the key of ``host``."""
+    mine = fleet_keys.load(host.root / "keys", host.host)
+    sock.set(zmq.LINGER, 200)
+    sock.set(zmq.CURVE_PUBLICKEY, mine.public)
+    sock.set(zmq.CURVE_SECRETKEY, mine.secret)
+    sock.set(zmq.CURVE_SERVERKEY, fleet_keys.key_of(to.root / "keys", to.host))
+    sock.connect(f"tcp://{where[0]}:{where[1]}")
+
+
+def answer(sock: zmq.Socket[bytes]) -> list[bytes]:
+    assert sock.poll(60_000), "it answers"
+    return sock.recv_multipart()
 
 
 def test_link_that_is_late_loses_at_random_and_mixes_up(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
