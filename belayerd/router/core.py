@@ -40,6 +40,7 @@ class Core(RemoteRules):
             ev.ConnectFailed: self._connect_failed,
             ev.Unregister: self._unregister,
             ev.Torn: self._torn,
+            ev.Calls: self._calls,
             ev.Paused: self._paused,
             ev.GivenUp: self._gave_up,
             ev.Recover: self._recover,
@@ -63,6 +64,8 @@ class Core(RemoteRules):
         if running is not None:
             self._drop(running, out)
         request = _request(event, now)
+        if why := self._alien(request):
+            raise Refused(f"request {event.external_id} cannot go on here: {why}")
         self._enter(request)
         out.append(added(request))
         self._place(request, now, out)
@@ -182,7 +185,8 @@ class Core(RemoteRules):
                 unwanted += [] if item.finish else [item.request_id]
                 continue
             made = event.made or (slot.name, slot.generation)
-            maker = (*made, event.weight_version or slot.weight_version)
+            version = event.weight_version or slot.weight_version
+            maker = (*made, version, slot.weights_digest if version == slot.weight_version else "")
             self._take(request, slot, item, position, maker, now, out)
         if unwanted:
             out.append(ev.SendAbort(slot.worker_id, tuple(unwanted)))
@@ -196,7 +200,7 @@ class Core(RemoteRules):
         slot: Slot,
         item: ev.Item,
         position: int,
-        maker: tuple[str, int, str],
+        maker: tuple[str, int, str, str],
         now: float,
         out: Effects,
     ) -> None:
@@ -207,8 +211,7 @@ class Core(RemoteRules):
         if item.row:
             request.rows.append((len(request.tokens), item.row))
         request.tokens.extend(item.tokens)
-        request.heard_at = now
-        self._quiet.move_to_end(request.request_id)
+        self._heard(request, now)
         slot.tokens_total += len(item.tokens)
         self.counters.tokens += len(item.tokens)
         if request.request_id in slot.resuming and (item.tokens or item.finish):
@@ -279,7 +282,7 @@ def _request(event: ev.Add, now: float) -> Request:
         origin=event.origin,
         # What came with it is told to nobody here: its own host has delivered it.
         tokens=list(event.prefix),
-        spans=[Span(0, f"{event.origin}/", 0, event.prefix_version)] if event.prefix else [],
+        spans=[Span(0, f"{event.origin}/", 0, event.prefix_version, event.prefix_digest)] if event.prefix else [],
         readers=[event.request_id],
     )
 

@@ -58,7 +58,7 @@ class Add(Event, frozen=True, gc=False):
     that decides the answer. ``position``: the client repeats a request and has this many tokens of it; None: a new
     one. ``eager``: what is delivered must be on disk before (docs/adr/0011). ``pin``: the slot whose URL was used.
     ``origin``: the host that forwarded it, with the tokens that it has so far as ``prefix``: it stays on this host.
-    ``prefix_version``: the weights that made the last of them.
+    ``prefix_version``, ``prefix_digest``: the weights that made the last of them, and their bytes.
     """
 
     request_id: str
@@ -75,6 +75,7 @@ class Add(Event, frozen=True, gc=False):
     origin: str = ""
     prefix: tuple[int, ...] = ()
     prefix_version: str = ""
+    prefix_digest: str = ""
 
 
 class Abort(Event, frozen=True, gc=False):
@@ -186,6 +187,15 @@ class Mute(Event, frozen=True, gc=False):
     worker_id: str
 
 
+class Calls(Event, frozen=True, gc=False):
+    """Admin calls run in the worker's loop, at most until then (0.0: the last one has been answered): silence about its
+    requests is legal meanwhile."""
+
+    slot: str
+    worker_id: str
+    until: float
+
+
 class Paused(Event, frozen=True, gc=False):
     """A trainer paused or resumed the engines: silence is legal meanwhile."""
 
@@ -199,11 +209,12 @@ class Recover(Event, frozen=True, gc=False):
 
 
 class ConnectFailed(Event, frozen=True, gc=False):
-    """The worker did not answer the hello within its bound."""
+    """The worker did not answer the hello within its bound (``silent``), or not as a worker does."""
 
     slot: str
     generation: int
     worker_id: str
+    silent: bool = False
 
 
 class Unregister(Event, frozen=True, gc=False):
@@ -257,7 +268,7 @@ class Disconnect(Effect, frozen=True, gc=False):
 
 class SendAdd(Effect, frozen=True, gc=False):
     """Give the request to a worker, with the tokens that it has produced so far ("" prefix: a first try).
-    ``prefix_version``: for another host, the weights that made the last of them."""
+    ``prefix_version``, ``prefix_digest``: for another host, the weights that made the last of them."""
 
     worker_id: str
     request_id: str
@@ -265,6 +276,7 @@ class SendAdd(Effect, frozen=True, gc=False):
     prefix: tuple[int, ...]
     on_death: str = ""
     prefix_version: str = ""
+    prefix_digest: str = ""
 
 
 class SendAbort(Effect, frozen=True, gc=False):
@@ -333,6 +345,7 @@ class JournalTokens(Effect, frozen=True, gc=False):
     generation: int
     weight_version: str
     rows: Rows = ()
+    weights_digest: str = ""
 
 
 class JournalFinish(Effect, frozen=True, gc=False):

@@ -210,7 +210,7 @@ class FrontDoor:
             case fw.Slots():
                 return await self._heart.slots(question.within_s, question.slot)
             case fw.Call():
-                return await self._heart.call(question.slot, question.call_id, frames)
+                return await self._heart.call(question.slot, question.call_id, frames, question.within_s)
             case fw.Pausing():
                 return await self._heart.pausing(question.slots, question.paused)
             case fw.Scrape():

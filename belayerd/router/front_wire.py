@@ -49,6 +49,7 @@ class Call(Question, frozen=True, tag=True):
 
     slot: str
     call_id: int
+    within_s: float = 0.0
 
 
 class Pausing(Question, frozen=True, tag=True):

@@ -50,9 +50,10 @@ class Heart(Protocol):
     async def slots(self, within_s: float, slot: str) -> list[str]:
         """The slots that serve (or ``slot`` alone), once there is one. Raises NoHealthySlot after ``within_s``."""
 
-    async def call(self, slot: str, call_id: int, frames: Sequence[bytes]) -> Any:
+    async def call(self, slot: str, call_id: int, frames: Sequence[bytes], within_s: float = 0.0) -> Any:
         """An admin call to the worker of ``slot``: vLLM's UtilityOutput. ``call_id``: no other call under way has it.
-        Raises WorkerGone when there is none, or it was lost before it answered."""
+        ``within_s``: how long its caller gives it (0: it does not say). Raises WorkerGone when there is no worker, or
+        it was lost before it answered."""
 
     async def pausing(self, slots: Sequence[str], paused: bool) -> None:
         """These slots were paused (or resumed) by a trainer: workers that join are brought to it."""

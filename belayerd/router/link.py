@@ -61,6 +61,7 @@ class Link:
         self._said = 0  # messages to the worker, hellos apart
         self.asked = 0  # hellos without an answer
         self.renewed = 0  # sockets since the last answer
+        self.calls: dict[int, float] = {}  # admin calls under way -> until when their silence is legal
 
     def _connected(self) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.DEALER)
@@ -93,6 +94,8 @@ class Link:
                 await self._socket.send_multipart(self._hello())
                 while True:
                     frames = await self._socket.recv_multipart()
+                    if frames[0] == b"refused" and len(frames) == 2:
+                        raise BadMessage(f"{self.worker_id} refuses the link: {frames[1].decode(errors='replace')}")
                     if frames[0] != b"out" and frames[2:3] in ([], [self._token]):
                         break
         except TimeoutError as why:
@@ -100,6 +103,15 @@ class Link:
         if len(frames) < 2 or frames[0] != b"ready":
             raise BadMessage(f"worker {self.worker_id} answered the hello with {frames[0][:16]!r}")
         return frames[1], self._standing(frames)
+
+    def call(self, call_id: int, frames: Sequence[Any], now: float, within_s: float) -> None:
+        """Send an encoded admin call. The worker runs calls one after the other in its loop, and answers nothing
+        meanwhile."""
+        self.calls[call_id] = max(now, *self.calls.values()) + within_s if self.calls else now + within_s
+        self.send([b"util", *frames])
+
+    def may_be_silent(self, now: float) -> bool:
+        return any(until > now for until in self.calls.values())
 
     def ask(self) -> None:
         """Whether the worker still answers here; the answer comes to ``read``."""
@@ -117,8 +129,10 @@ class Link:
         except msgspec.DecodeError as why:
             raise BadMessage(f"worker {self.worker_id} said of itself what cannot be read: {why}") from why
 
-    def add(self, prefix: bytes, frames: Sequence[Any], on_death: str, prefix_version: str) -> None:
-        """Give it a request. ``on_death`` and ``prefix_version`` are for those that decide about deaths themselves."""
+    def add(
+        self, prefix: bytes, frames: Sequence[Any], on_death: str, prefix_version: str, prefix_digest: str
+    ) -> None:
+        """Give it a request. All behind ``frames`` is for those that decide about deaths themselves."""
         self.send([b"add", prefix, *frames])
 
     def made(self, stamp: Stamp) -> tuple[str, int]:

@@ -66,11 +66,11 @@ class LocalHeart:
     async def slots(self, within_s: float, slot: str) -> list[str]:
         return await self._shell.some_slot(within_s, slot)
 
-    async def call(self, slot: str, call_id: int, frames: Sequence[bytes]) -> Any:
+    async def call(self, slot: str, call_id: int, frames: Sequence[bytes], within_s: float = 0.0) -> Any:
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = slot, future
         try:
-            self._shell.call_utility(frames, slot)
+            self._shell.call_utility(frames, slot, call_id, within_s)
             return await future
         finally:
             del self._calls[call_id]

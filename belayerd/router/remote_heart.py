@@ -75,8 +75,8 @@ class RemoteHeart:
     async def slots(self, within_s: float, slot: str) -> list[str]:
         return list((await self._ask(fw.Slots(within_s, slot)))[0])
 
-    async def call(self, slot: str, call_id: int, frames: Sequence[bytes]) -> Any:
-        _, answer = await self._ask(fw.Call(slot, call_id), frames)
+    async def call(self, slot: str, call_id: int, frames: Sequence[bytes], within_s: float = 0.0) -> Any:
+        _, answer = await self._ask(fw.Call(slot, call_id, within_s), frames)
         return self._codec.decode(answer).utility_output
 
     async def pausing(self, slots: Sequence[str], paused: bool) -> None:

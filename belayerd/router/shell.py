@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -73,6 +73,7 @@ class Shell:
         self._joining: dict[str, asyncio.Task[None]] = {}  # by worker id
         self._made = 0  # links so far
         self.link_silence_s = 30.0  # a worker in a step answers after it: longer than any legal one
+        self.call_s: Mapping[str, float] = {}  # by slot: how long an admin call may take whose caller does not say
         self._life = uuid.uuid4().bytes
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,12 +116,17 @@ class Shell:
         if self.core.counters.recovered or len(self.core.archive):
             self._log.info("recovered", running=self.core.counters.recovered, ended=len(self.core.archive))
 
-    def call_utility(self, frames: Sequence[Any], slot: str) -> None:
-        """Send an encoded utility call to the worker of ``slot``. Raises WorkerGone when it has none."""
+    def call_utility(self, frames: Sequence[Any], slot: str, call_id: int, within_s: float) -> None:
+        """Send an encoded utility call to the worker of ``slot``. ``within_s``: how long its caller gives it (0: as
+        ``call_s`` says); until then the worker may be silent, and belayerd ends one that is for longer. Raises
+        WorkerGone when there is none."""
         worker_id = self.core.slots[slot].worker_id
         if slot not in self.serving_slots():
             raise WorkerGone(f"slot {slot} has no worker")
-        self._links[worker_id].send([b"util", *frames])
+        legal_s = within_s or self.call_s.get(slot, 0.0)
+        link = self._links[worker_id]
+        link.call(call_id, frames, clock.monotonic(), legal_s)
+        self._step(ev.Calls(slot, worker_id, max(link.calls.values())))
 
     def serving_slots(self) -> list[str]:
         """Of this host: admin calls and health of a slot are no other host's business."""
@@ -164,7 +170,7 @@ class Shell:
         except (WorkerGone, BadMessage) as why:
             self._log.error("worker_not_joined", slot=slot, worker=link.worker_id, why=str(why))
             del self._joining[link.worker_id]  # it is this task: not to be cancelled by the Disconnect below
-            self._step(ev.ConnectFailed(slot, generation, link.worker_id))
+            self._step(ev.ConnectFailed(slot, generation, link.worker_id, isinstance(why, WorkerGone)))
             raise
         del self._joining[link.worker_id]
         for frames in first:
@@ -182,6 +188,8 @@ class Shell:
             await asyncio.sleep(BEAT_S)
             if self._links.get(link.worker_id) is not link:
                 return
+            if link.may_be_silent(clock.monotonic()):
+                link.asked = 0
             silence_s = self.link_silence_s if link.silence_s is None else link.silence_s
             silent = link.asked * BEAT_S >= silence_s
             if link.renewed >= RENEWALS or (silent and link.silence_s is not None):
@@ -230,6 +238,8 @@ class Shell:
         if self.core.counters.late_messages != before or link.worker_id not in self._links:
             return
         if outputs.utility_output is not None:
+            if link.calls.pop(outputs.utility_output.call_id, None) is not None and not link.calls:
+                self._step(ev.Calls(link.slot, link.worker_id, 0.0))
             self._sink.utility(link.slot, outputs)
             return
         self._codec.keep(outputs, kept)
@@ -261,7 +271,8 @@ class Shell:
                         self._sink.cut(reader)
                 case ev.SendAdd():
                     prefix = msgspec.msgpack.encode(effect.prefix) if effect.prefix else b""
-                    self._links[effect.worker_id].add(prefix, effect.frames, effect.on_death, effect.prefix_version)
+                    wish = effect.on_death, effect.prefix_version, effect.prefix_digest
+                    self._links[effect.worker_id].add(prefix, effect.frames, *wish)
                 case ev.SendAbort():
                     self._links[effect.worker_id].send([b"abort", msgspec.msgpack.encode(effect.request_ids)])
                 case ev.Fail():
@@ -375,6 +386,7 @@ def to_record(effect: ev.Effect) -> journal.Record | None:
                 effect.generation,
                 effect.weight_version,
                 effect.rows,
+                effect.weights_digest,
             )
         case ev.JournalFinish():
             return journal.Finish(effect.request_id, effect.reason, effect.length, clock.wall(), effect.stop)

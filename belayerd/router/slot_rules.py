@@ -23,7 +23,7 @@ class SlotRules(Placement):
         slot.generation, slot.worker_id, slot.endpoint = event.generation, event.worker_id, event.endpoint
         slot.weight_version, slot.weights_digest = event.weight_version, event.weights_digest
         slot.model = event.model
-        slot.next_seq, slot.tears, slot.remote = None, 0, event.remote
+        slot.next_seq, slot.tears, slot.calling_until, slot.remote = None, 0, 0.0, event.remote
         slot.capacity = self.limits.capacity.get(slot.name, 0)
         out.append(_connect(slot))
         return out
@@ -58,8 +58,14 @@ class SlotRules(Placement):
         slot = self.slots.get(event.slot)
         if slot is None or not slot.is_current(event.generation, event.worker_id):
             return []
-        slot.move(SlotState.EMPTY)
         out: Effects = [ev.Disconnect(slot.name, event.worker_id)]
+        if event.silent and not slot.remote and slot.name not in self.given_up:
+            # Nobody has said that it is gone: it is in a long step or call, and answers after it. Whoever registered it
+            # was told that it did not answer, and unregisters it if that is the end of it; given up here, a worker
+            # that lives would serve nobody until its next generation.
+            out.append(_connect(slot))
+            return out
+        slot.move(SlotState.EMPTY)
         if slot.remote or self.beyond_help():
             self._place_all(now, out)  # no shadow takes its place: others may have its requests at once, or none
         return out
@@ -140,12 +146,13 @@ class SlotRules(Placement):
         if slot is None or slot.worker_id != event.worker_id or slot.state is not SlotState.SERVING:
             return []
         self.counters.torn_links += 1
-        slot.tears += 1
+        slot.tears = 1 if now - slot.torn_at >= self.limits.steady_s else slot.tears + 1
+        slot.torn_at = now
         if slot.tears > self.limits.tears:
             return self._leave(slot, ev.Cause.TORN_LINK, removed=False, now=now)
         out: Effects = [ev.Disconnect(slot.name, slot.worker_id)]
         slot.move(SlotState.CONNECTING)
-        slot.next_seq = None
+        slot.next_seq, slot.calling_until = None, 0.0
         self._set_down(slot, ev.Cause.TORN_LINK, now, out)
         self._place_all(now, out)
         out.append(_connect(slot))
@@ -172,6 +179,20 @@ class SlotRules(Placement):
 
     # -- time -------------------------------------------------------------------------------------------------
 
+    def _calls(self, event: ev.Calls, now: float) -> Effects:
+        slot = self.slots.get(event.slot)
+        if slot is None or slot.worker_id != event.worker_id or slot.state is not SlotState.SERVING:
+            return []
+        slot.calling_until = event.until
+        if not event.until:  # only from here on its silence counts again
+            for request_id in slot.running:
+                self._heard(self.requests[request_id], now)
+        return []
+
+    def _heard(self, request: Request, now: float) -> None:
+        request.heard_at = now
+        self._quiet.move_to_end(request.request_id)
+
     def _paused(self, event: ev.Paused, now: float) -> Effects:
         self.paused = event.paused
         for request_id in self._quiet:
@@ -186,7 +207,10 @@ class SlotRules(Placement):
             request = self.requests[next(iter(self._quiet))]
             if now < request.heard_at + self.limits.silence_s:
                 break
-            self._take_away(request, now, out)
+            if now < self.slots[request.slot].calling_until:
+                self._heard(request, now)
+            else:
+                self._take_away(request, now, out)
         return out
 
     def _tick_waiting(self, request: Request, now: float, out: Effects) -> None:

@@ -291,6 +291,32 @@ def test_an_admin_call_is_answered_once_or_its_worker_was_lost(kind: str) -> Non
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_inside_an_admin_call_may_be_silent_as_long_as_that_may_take(kind: str) -> None:
+    """It runs calls in its loop and answers no question meanwhile. How long is legal, the caller or the slot says."""
+
+    async def story(stage: Stage) -> None:
+        stage.shell.link_silence_s = 0.5  # of one question
+        stage.shell.call_s = {"s": 60.0} if kind == "local" else {}
+        await stage.join()
+        asked = 0
+        within_s = 0.0 if kind == "local" else 60.0
+        call = asyncio.create_task(stage.heart.call("s", 7, [b"frames"], within_s))
+        while asked < 6:
+            asked += (await stage.worker.recv_multipart())[1] == b"hello"
+        assert not call.done()
+        await stage.says(utility_output=UtilityOutput(call_id=7, result=UtilityResult("done")))
+        assert (await call).result.result == "done"
+        assert stage.core.counters.torn_links == 0
+        stage.shell.call_s = {}
+        late = asyncio.create_task(stage.heart.call("s", 8, [b"frames"]))
+        with pytest.raises(WorkerGone, match="before it answered"):
+            await late  # the same silence, which nobody allows now
+        assert stage.core.counters.torn_links == 1
+
+    play(kind, story)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_joins_while_paused_is_paused_first(kind: str) -> None:
     async def story(stage: Stage) -> None:
         await stage.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import msgpack
 import pytest
 import zmq
 
+from belayer.clock import monotonic
+from belayer.errors import WorkerGone
 from belayer.messages.common import Ping, Pong
 from belayer.paths import Paths
 from belayer.rpc import call_sync
@@ -21,13 +24,19 @@ from tests.support.streams import Seen, Stream, chat, completion
 from tests.support.wait import eventually
 
 TOKENS = 30
+SILENCE_S = 4.0  # of a link
 
 
 @pytest.fixture(scope="module")
 def router() -> Iterator[RouterHost]:
     with tempfile.TemporaryDirectory(prefix="bl-") as root:
         host = RouterHost.start(
-            Path(root), ["s0", "s1"], "request_deadline_s = 30.0\nsilence_s = 15.0\nlink_silence_s = 4.0", urls=True
+            Path(root),
+            ["s0", "s1"],
+            f"request_deadline_s = 30.0
+silence_s = 15.0
+link_silence_s = {SILENCE_S}",
+            urls=True,
         )
         try:
             yield host
@@ -142,13 +151,35 @@ def test_garbage_on_the_control_socket_harms_nobody(host: RouterHost, noise: byt
     assert call_sync(path, Ping(), Pong).daemon == "belayer-router"
 
 
-def test_a_worker_that_does_not_answer_the_hello_is_not_registered(host: RouterHost) -> None:
-    from belayer.errors import WorkerGone
+def test_a_worker_that_does_not_answer_the_hello_is_not_registered_until_it_does(host: RouterHost) -> None:
+    """It is in a long call when a router that has just come back asks: whoever registered it hears so, and is not
+    needed again."""
+    fake = host.worker("s0", register=False)
+    told = len(host.told())
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as sock:
+        sock.set(zmq.LINGER, 200)
+        sock.connect(fake.endpoint)
+        sock.send_multipart([b"util", msgpack.packb([0, 7, "collective_rpc", ["hold"]])])
+        eventually(lambda: "hold" in host.told()[told:], what="it is in a call")
+        with pytest.raises(WorkerGone, match="did not answer the hello"):
+            host.register(fake)
+    context.term()
+    assert not host.slot("s0").registered
+    fake.release()
+    eventually(lambda: host.slot("s0").registered, what="it answered, and serves")
+    stream = Stream(host.url, "/v1/completions", completion(TOKENS))
+    stream.start()
+    assert stream.result().finishes == ["length"]
 
+
+def test_a_worker_that_never_answers_is_let_go_when_it_is_unregistered(host: RouterHost) -> None:
     deaf = host.worker("s0", "--deaf", register=False)
     with pytest.raises(WorkerGone, match="did not answer the hello"):
         host.register(deaf)
-    assert not host.slot("s0").registered
+    host.unregister(deaf)
+    host.worker("s0")
+    assert host.slot("s0").registered
 
 
 def test_a_request_about_which_its_worker_is_silent_moves_to_another_slot(host: RouterHost) -> None:
@@ -212,6 +243,34 @@ def test_a_client_that_leaves_right_after_the_handover_frees_the_new_engine(host
         eventually(lambda: second.running() == 1, what="the new engine has it")
     eventually(lambda: second.running() == 0, what="the new engine is free")
     assert [row.split()[0] for row in host.told()[told:]] == ["add", "add", "abort"]
+
+
+def test_an_admin_call_may_take_longer_than_a_link_may_be_silent(host: RouterHost) -> None:
+    """Its worker says nothing meanwhile, on the link nor about its requests, and is right: the call is answered, and the
+    stream beside it goes on."""
+    truth = truth_of(host)
+    torn = host.metric("belayer_torn_links_total")
+    fake = host.worker("s0", "--hold-at", "5")
+    told = len(host.told())
+    stream = begun(host, 5)
+    answers: list[httpx.Response] = []
+
+    def call() -> None:
+        answers.append(httpx.post(f"{host.url}/collective_rpc", json={"method": "hold"}, timeout=120))
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    eventually(lambda: "hold" in host.told()[told:], what="it runs in the engine's loop")
+    since = monotonic()
+    eventually(lambda: monotonic() - since > 2 * SILENCE_S + 2, what="it would have been given up")
+    assert (answers, stream.is_alive()) == ([], True)
+    fake.release()
+    caller.join(60)
+    assert [(one.status_code, one.json()) for one in answers] == [(200, {"results": ["held"]})]
+    seen = stream.result()
+    assert (seen.token_ids, seen.text, seen.finishes) == (truth.token_ids, truth.text, truth.finishes)
+    assert [row.split()[0] for row in host.told()[told:]] == ["add", "hold"], "nothing was given again"
+    assert host.metric("belayer_torn_links_total") == torn
 
 
 def test_the_url_of_a_slot_looks_like_that_engine_alone(host: RouterHost) -> None:

@@ -8,6 +8,7 @@ of the request alone, as a greedy engine's tokens are, so a continuation can be 
 
 ``--hold-at N``: the engine stops stepping once any request has N output tokens, until SIGUSR1: a place to be killed.
 SIGUSR2: send a message that nobody can read.
+/collective_rpc of the method ``hold`` keeps the engine's loop until SIGUSR1.
 ``--late-finish``: the finish comes in a message of its own, after the last token.
 ``--stamp-generation G``: lie about the generation, as a worker would that outlived its replacement.
 """
@@ -273,6 +274,11 @@ class RecordedEngine:
                 self.paused = method == "pause_scheduler"
             case "set_weight_version":
                 result = None
+            case "collective_rpc" if args[0] == "hold":
+                self.tell("hold")
+                while not self.released:  # in the loop, as a worker's calls: it hears and says nothing meanwhile
+                    signal.sigtimedwait((), 0.02)
+                result = ["held"]
             case "collective_rpc":
                 result = [{"worker": self.args.worker_id, "args": args[0]}]
             case _:

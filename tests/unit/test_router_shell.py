@@ -88,6 +88,7 @@ class Scene:
         self.context = zmq.asyncio.Context()
         self.worker = self.context.socket(zmq.ROUTER)
         self.worker.set(zmq.LINGER, 0)
+        self.worker.set(zmq.ROUTER_HANDOVER, 1)  # as a worker's
         self.worker.bind(self.endpoint)
         core = Core(limits)
         self.shell = Shell(core, Journal(folder, "t", 1 << 20, list), PlainCodec(), sink, 0, structlog.get_logger())
@@ -96,6 +97,7 @@ class Scene:
     async def join(self) -> None:
         joining = asyncio.create_task(self.shell.register(ev.Register("s", 1, "w", self.endpoint)))
         peer, kind, token, _ = await self.worker.recv_multipart()
+        self.token = token
         assert (peer, kind) == (b"\0\0", b"hello")
         standing = msgspec.msgpack.encode({"seq": self.seq})
         await self.worker.send_multipart([peer, b"ready", b"", token, standing])
