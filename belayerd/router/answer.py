@@ -19,12 +19,14 @@ from starlette.types import Message, Send
 from belayer.errors import ErrorCode
 from belayerd.router.ticket import Ticket
 
+RETRY_AFTER_S = 1
 _EVENT, _END = b"data: {", b"}\n\n"
 _ERROR = b'data: {"error"'
 _ROLE = b'"delta":{"role":'  # the first chunk of a chat tells the role alone; its tokens are in the next one
 _FINISH = re.compile(rb'"finish_reason":"')
 # Never inside a text: there the quotes would be escaped.
 _TOKEN_ID = re.compile(rb'"token_id":(\d+)')
+_MESSAGES = "/v1/messages"
 _INDEX = re.compile(rb'"choices":\[\{"index":(\d+)')
 
 
@@ -36,6 +38,7 @@ class Answer:
         self._kind = ""
         self._start: Message | None = None
         self._sent: dict[int, int] = {}  # tokens per choice in the chunks that are out
+        self._held = b""
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -49,6 +52,9 @@ class Answer:
         status: int = message["status"]
         if 400 <= status < 500:
             self._mistakes[status] += 1
+        if status >= 400 and self._ticket.of_messages:
+            self._kind, self._start = "error of messages", message
+            return
         kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
         if (status == 200 and self._ticket.readers) or kind.startswith(b"text/event-stream"):
             self._kind = "events" if kind.startswith(b"text/event-stream") else "json"
@@ -62,6 +68,9 @@ class Answer:
         body = message.get("body", b"")
         if self._kind == "refused":
             return  # the [DONE] behind the error
+        if self._kind == "error of messages":
+            await self._error_of_messages(message)
+            return
         if self._kind == "events":
             if self._start is not None:
                 start, self._start = self._start, None
@@ -94,6 +103,22 @@ class Answer:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(error)).encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": error})
+
+    async def _error_of_messages(self, message: Message) -> None:
+        """An answer that is no stream: in the shape of its API, with our code, and what to do about it."""
+        self._held += message.get("body", b"")
+        if message.get("more_body", False) or self._start is None:
+            return
+        start, self._start = self._start, None
+        body, told = self._held, in_shape_of_messages(self._held)
+        if told is not None:
+            body = msgspec.json.encode(told)
+            rows = [row for row in start["headers"] if row[0].lower() != b"content-length"]
+            more = hints(start["status"], told["error"]["type"])
+            rows += [(name.encode(), value.encode()) for name, value in more.items()]
+            start["headers"] = [*rows, (b"content-length", str(len(body)).encode())]
+        await self._send(start)
+        await self._send({**message, "body": body})
 
     def _event(self, body: bytes) -> bytes | None:
         """The chunk as it goes out; None: the client has it."""
@@ -128,12 +153,47 @@ class Answer:
         return body + b',"belayer":' + msgspec.json.encode(stamp) + end
 
 
+def code_in(said: str) -> str:
+    """The code that a typed error of ours begins with, "" for any other message."""
+    code = said.partition(": ")[0]
+    return code if code in ErrorCode.__members__.values() else ""
+
+
+def hints(status: int, code: str) -> dict[str, str]:
+    """Headers for clients that repeat by themselves: a 5xx is worth another try, a request that kills workers is
+    not."""
+    if code == ErrorCode.POISON_REQUEST:
+        return {"x-should-retry": "false"}
+    return {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
+
+
+def is_messages(path: str) -> bool:
+    """True for the routes of the Messages API, whose errors have a shape of their own."""
+    return path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+
+
+def error_of_messages(error: dict[str, Any]) -> dict[str, Any]:
+    """The body of an error of the Messages API, from an OpenAI ``error`` object."""
+    said = str(error.get("message", ""))
+    return {"type": "error", "error": {"type": code_in(said) or str(error.get("type", "api_error")), "message": said}}
+
+
+def in_shape_of_messages(body: bytes) -> dict[str, Any] | None:
+    """An error body of vLLM's, whichever route's shape it has; None for one that has none."""
+    try:
+        told = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
+    error = told.get("error")
+    return error_of_messages(error) if isinstance(error, dict) else None
+
+
 def _typed(body: bytes) -> bytes:
     """vLLM gives every error of a stream one type. Ours begin with their code, which is their type everywhere else."""
     chunk, end, more = body.partition(b"\n\n")
     told: dict[str, Any] = msgspec.json.decode(chunk[len(b"data: ") :])
-    code = str(told["error"].get("message", "")).partition(": ")[0]
-    if code not in ErrorCode.__members__.values():
+    code = code_in(str(told["error"].get("message", "")))
+    if not code:
         return body
     told["error"]["type"] = code
     return b"data: " + msgspec.json.encode(told) + end + more

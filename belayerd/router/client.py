@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 from belayer import clock
-from belayer.errors import BadMessage, BelayerError, ErrorCode, Refused
+from belayer.errors import BadMessage, BelayerError, ErrorCode, Refused, WorkerGone
 from belayerd.router import events as ev
 from belayerd.router import fidelity
 from belayerd.router import vllm_seam as seam
@@ -43,6 +43,22 @@ class RouterFault(seam.GracefulHTTPError, seam.GenerationError):  # type: ignore
         super().__init__(f"{error.code}: {said}", status)
         self.status_code = status
         self.code = error.code
+
+
+def _said_s(method: str, args: Sequence[Any]) -> float:
+    """The timeout that the caller of /collective_rpc gave (its second argument), 0 for none: a worker announces the
+    same to its watcher (belayerd/worker/fronts.py)."""
+    given = args[1] if method == "collective_rpc" and len(args) > 1 else None
+    return float(given) if isinstance(given, int | float) and given > 0 else 0.0
+
+
+def cut_short(ticket: Ticket) -> RouterFault:
+    """For an answer that was aborted, where its API would tell what there is as a whole answer."""
+    if ticket.cut:
+        said = "its worker was lost, on_death is abort, and this API has no word for an answer that was cut short"
+        return RouterFault(WorkerGone(said, remedy="send the request again"))
+    said = "the request was aborted before its end, and this API has no word for an answer that was cut short"
+    return RouterFault(Refused(said, remedy="send the request again"))
 
 
 class Failure:
@@ -154,18 +170,20 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         try:
             ticket = TICKET.get()
             slots = await self._heart.slots(ADMIN_WAIT_S, ticket.pin if ticket else "")
+            if method in _PAUSING:
+                # Before the engines hear it: a pause may take minutes to come into effect, and a worker that dies
+                # meanwhile makes this call fail. Its successor, and all that join, are brought to what was asked.
+                where = [ticket.pin] if ticket and ticket.pin else list(self._index)
+                await self._heart.pausing(where, _PAUSING[method])
             calls = [self._call_utility_async(method, *args, engine=slot) for slot in slots]
-            answers = list(await asyncio.gather(*calls))
+            return list(await asyncio.gather(*calls))
         except BelayerError as error:
             raise RouterFault(error) from error
-        if method in _PAUSING:
-            await self._heart.pausing([ticket.pin] if ticket and ticket.pin else list(self._index), _PAUSING[method])
-        return answers
 
     async def _call_utility_async(self, method: str, *args: Any, engine: str) -> Any:
         call_id = 1 + secrets.randbits(62)  # all fronts of this router draw from one range
         frames = self._codec.encode((self.client_index, call_id, method, args))
-        output = await self._heart.call(engine, call_id, frames)
+        output = await self._heart.call(engine, call_id, frames, _said_s(method, args))
         if output.failure_message is not None:
             raise seam.utility_failed(output.failure_message)
         return None if output.result is None else output.result.result
@@ -209,16 +227,24 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         return True
 
     def replay(self, told: ev.Replay) -> None:
-        ticket = self._tickets[told.reader]
+        ticket = self._tickets.get(told.reader)
+        if ticket is None:
+            return  # its client left while this was under way from the router's process; the abort follows it there
+        position = ticket.position or 0
+        all_mine = 0 < position == len(told.tokens)
+        try:
+            mine = self._codec.told(told, 0, position, end=all_mine) if position else []
+            rest = [] if all_mine else self._codec.told(told, position, len(told.tokens), end=True)
+        except Refused as why:
+            self.refuse(told.reader, why)
+            # Not now: the heart is in the middle of what it decided about this reader.
+            self._loop.call_soon(self._heart.abort, [told.reader])
+            return
         course = self._course(ticket, told.reader)
         course.spans, course.count = list(told.spans), len(told.tokens)
-        position = ticket.position or 0
         state = self._processor.request_states.get(told.reader)
         if state is not None and state.stats is not None:  # it waited in no queue of this life
             state.stats.queued_ts = state.stats.scheduled_ts = clock.monotonic()
-        all_mine = 0 < position == len(told.tokens)
-        mine = self._codec.told(told, 0, position, end=all_mine) if position else []
-        rest = [] if all_mine else self._codec.told(told, position, len(told.tokens), end=True)
         if position:
             ticket.skipping, ticket.proceed = True, lambda: self._open(told.reader)
             self._gates[told.reader] = rest
@@ -232,7 +258,9 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
             self.outputs_queue.put_nowait(message)
 
     def cut(self, reader: str) -> None:
-        self._tickets.pop(reader, None)
+        ticket = self._tickets.pop(reader, None)
+        if ticket is not None:
+            ticket.cut = True
         message = self._codec.aborted(reader)
         if reader in self._gates:
             self._gates[reader].append(message)
@@ -265,6 +293,8 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         top = failure.request_id if state.parent_req is None else state.parent_req.request_id
         state.queue.put(failure.fault)  # first: the abort below puts an output, which an error outranks
         siblings = self._processor.abort_requests([top], internal=True)
+        for sibling in siblings:
+            self._forget(sibling)
         self._heart.abort(request_id for request_id in siblings if request_id != failure.request_id)
 
     def _end_all(self) -> None:

@@ -15,13 +15,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from belayer.config import Config
-from belayer.errors import ConfigInvalid, ErrorCode, HostUnfit
+from belayer.errors import ConfigInvalid, HostUnfit
 from belayerd import vllm_words
+from belayerd.router import vllm_apis
 from belayerd.router import vllm_seam as seam
-from belayerd.router.client import LEAVING, BelayerClient, RouterFault
+from belayerd.router.answer import hints
+from belayerd.router.client import LEAVING, BelayerClient, RouterFault, cut_short
 from belayerd.router.events import SameId
 from belayerd.router.front_loads import Loads
-from belayerd.router.guard import RETRY_AFTER_S, Bounds, Guard
+from belayerd.router.guard import Bounds, Guard
 from belayerd.router.heart import Heart
 from belayerd.router.one_of_many import OneOfMany
 from belayerd.router.patience import patient
@@ -81,7 +83,7 @@ class Front:
             return client[0]
 
         try:
-            self._engine = seam.make_engine(self._args, make_client, self._healthy, LEAVING)
+            self._engine = seam.make_engine(self._args, make_client, self._healthy, LEAVING, cut_short)
         except (OSError, RuntimeError, ValueError) as why:  # what vLLM and transformers raise for such a model
             said = f"model {self._args.model} cannot be served: {vllm_words.reason(why)}"
             raise HostUnfit(said, remedy=vllm_words.remedy(why)) from why
@@ -121,6 +123,7 @@ class Front:
         able = await self._engine.get_supported_tasks()
         app = seam.build_app(self._args, able, self._engine.model_config)
         await seam.init_app_state(self._engine, app.state, self._args, able)
+        vllm_apis.end_by_error(app.state)
         app.middleware_stack = None  # vLLM has built it; without that it is built again, with these
         if isinstance(self._heart, RemoteHeart):
             app.add_middleware(OneOfMany, heart=self._heart)
@@ -156,8 +159,4 @@ async def answer_fault(request: Request, fault: Exception) -> JSONResponse:
     assert isinstance(fault, RouterFault)
     status = int(fault.http_status)
     body = {"error": {"message": fault.message, "type": str(fault.code), "param": None, "code": status}}
-    # Clients repeat a 5xx by themselves; a request that kills workers must not come back in that way.
-    headers = {"x-should-retry": "false"} if fault.code is ErrorCode.POISON_REQUEST else {}
-    if status == 503:
-        headers = {"retry-after": str(RETRY_AFTER_S)}
-    return JSONResponse(body, status_code=status, headers=headers)
+    return JSONResponse(body, status_code=status, headers=hints(status, fault.code))

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from belayerd.router.answer import Answer
+from belayerd.router.answer import RETRY_AFTER_S, Answer, error_of_messages, is_messages
 from belayerd.router.events import OnDeath, SameId
 from belayerd.router.heart import Heart
 from belayerd.router.ticket import TICKET, Ticket
@@ -28,8 +28,9 @@ NAMES = {
     "/v1/completions": "cmpl-{}-0",
     TOKENS_OUT: "generate-tokens-{}",
 }
-ADMITTED = {*NAMES, "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/pooling", "/v1/embeddings"}
-RETRY_AFTER_S = 1
+# Their answers cannot say that they were cut short, nor where a chunk ends: no repetition, and a cut is an error.
+WHOLE = {"/v1/responses", "/v1/messages"}
+ADMITTED = {*NAMES, *WHOLE, "/v1/chat/completions/batch", "/pooling", "/v1/embeddings"}
 _MAX_ID = 256
 _DISCARD, _DISCARD_S = 256 << 20, 5.0  # bytes, seconds
 
@@ -47,6 +48,13 @@ class _Params(msgspec.Struct):
     thinking_token_budget: Any = None
 
 
+class _Thinking(msgspec.Struct):
+    """As /v1/messages asks for it."""
+
+    type: str = ""
+    budget_tokens: Any = None
+
+
 class _Shape(msgspec.Struct):
     """What is asked for, as far as it decides whether it can be had. Wrong types are left to vLLM to refuse."""
 
@@ -54,6 +62,7 @@ class _Shape(msgspec.Struct):
     prompt: Any = None
     thinking_token_budget: Any = None
     sampling_params: _Params | None = None
+    thinking: _Thinking | None = None
 
     def is_one_stream(self) -> bool:
         params = self.sampling_params or _Params()
@@ -62,7 +71,8 @@ class _Shape(msgspec.Struct):
 
     def thinks(self) -> bool:
         params = self.sampling_params or _Params()
-        return (self.thinking_token_budget, params.thinking_token_budget) != (None, None)
+        asked = self.thinking is not None and self.thinking.type == "enabled"
+        return asked or (self.thinking_token_budget, params.thinking_token_budget) != (None, None)
 
 
 class Declined(Exception):
@@ -97,7 +107,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        ticket = Ticket(pin=self._bounds.ports.get((scope.get("server") or ("", 0))[1] or 0, ""))
+        pin = self._bounds.ports.get((scope.get("server") or ("", 0))[1] or 0, "")
+        ticket = Ticket(pin=pin, of_messages=is_messages(scope["path"]), whole=scope["path"] in WHOLE)
         try:
             headers = dict(scope["headers"])
             if scope["method"] == "POST":
@@ -105,7 +116,7 @@ class Guard:
         except Declined as why:
             self._declined[why.kind] += 1
             self._mistakes[why.status] += 1
-            await decline(send, why)
+            await decline(send, why, ticket.of_messages)
             return
         key = headers.get(b"x-smg-routing-key")  # counts as X-Session-ID when that is absent
         if key and b"x-session-id" not in headers:
@@ -127,16 +138,20 @@ class Guard:
             )
         body = await self._read(headers, receive)
         ticket.tokens_out = path == TOKENS_OUT
+        if path in ADMITTED:
+            self._check_thinking(body)
         if path in NAMES:
             await self._extras(path, headers, body, ticket)
+        elif path in WHOLE:
+            self._wishes(path, read_extras(headers, body), ticket)
         told = False
 
         async def again() -> Message:
-            nonlocal told
+            nonlocal told, body
             if told:
                 return await receive()
-            told = True
-            return {"type": "http.request", "body": body, "more_body": False}
+            told, whole, body = True, body, b""  # not kept for as long as the answer takes
+            return {"type": "http.request", "body": whole, "more_body": False}
 
         return again
 
@@ -181,9 +196,6 @@ class Guard:
 
     async def _extras(self, path: str, headers: dict[bytes, bytes], body: bytes, ticket: Ticket) -> None:
         extras = read_extras(headers, body)
-        if not self._bounds.thinks and b'"thinking_token_budget"' in body and _shape(body).thinks():
-            said = "thinking_token_budget needs router.reasoning_parser: without it no engine knows what thinking is"
-            raise Declined(400, "refused", said)
         if extras.request_id is not None:
             if not 0 < len(extras.request_id) <= _MAX_ID:
                 raise Declined(400, "bad_request", f"a request id has 1 to {_MAX_ID} characters")
@@ -193,6 +205,22 @@ class Guard:
             ticket.repeats = await self._check_id(NAMES[path].format(extras.request_id), extras)
         if ticket.position and not _shape(body).is_one_stream():
             raise Declined(409, "refused", "only a request with one prompt and n=1 has a position; ask for position 0")
+
+    def _check_thinking(self, body: bytes) -> None:
+        """A budget for what no engine knows; vLLM would say so inside the stream."""
+        named = b'"thinking_token_budget"' in body or b'"budget_tokens"' in body
+        if named and not self._bounds.thinks and _shape(body).thinks():
+            said = "a thinking budget needs router.reasoning_parser: without it no engine knows what thinking is"
+            raise Declined(400, "refused", said)
+
+    @staticmethod
+    def _wishes(path: str, extras: Extras, ticket: Ticket) -> None:
+        """Of a route whose answers are told whole or not at all."""
+        if extras.belayer_position is not None:
+            raise Declined(409, "refused", f"{path} has no positions, so a request there cannot be repeated")
+        if extras.belayer_on_death is OnDeath.ABORT:
+            raise Declined(409, "refused", f"{path} has no word for an answer that was cut short; wish for error there")
+        ticket.on_death = extras.belayer_on_death
 
     async def _check_id(self, name: str, extras: Extras) -> bool:
         """What can be said before vLLM has read the body; the core checks again, with the content. True when a request
@@ -254,9 +282,9 @@ def read_extras(headers: Mapping[bytes, bytes], body: bytes) -> Extras:
     return extras
 
 
-async def decline(send: Send, why: Declined) -> None:
+async def decline(send: Send, why: Declined, of_messages: bool) -> None:
     error = {"message": f"{why.kind}: {why.message}", "type": why.kind, "param": None, "code": why.status}
-    body = msgspec.json.encode({"error": error})
+    body = msgspec.json.encode(error_of_messages(error) if of_messages else {"error": error})
     headers = {"content-type": "application/json", "content-length": str(len(body)), **why.headers}
     rows = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": why.status, "headers": rows})

@@ -41,7 +41,8 @@ class Ticket:
     """``named``: the client gave an id of its own. ``position``: how many tokens of it the client has (None: it does
     not repeat). ``skipping``: the chunks now made are those that the client has. ``tokens_out``: the route
     that answers with tokens. ``repeats``: a request with its id is known, and may have another content. ``own``: the
-    client's id; ``inside``: what vLLM and the router make of it."""
+    client's id; ``inside``: what vLLM and the router make of it. ``of_messages``: of the Messages API. ``whole``: its API has no word for an answer that was
+    cut short, so that is an error there; ``cut``: its worker died, and a cut was what it wished for then."""
 
     named: bool = False
     own: str = ""
@@ -51,6 +52,9 @@ class Ticket:
     pin: str = ""
     tokens_out: bool = False
     repeats: bool = False
+    of_messages: bool = False
+    whole: bool = False
+    cut: bool = False
     readers: list[str] = field(default_factory=list)  # the front end's ids, one per choice
     courses: dict[int, Course] = field(default_factory=dict)  # by choice
     at: dict[int, int] = field(default_factory=dict)  # tokens per choice in the chunks so far

@@ -30,8 +30,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.version import __version__ as VERSION
 
 from belayer.errors import HostUnfit
-from belayerd.router import fidelity
-from belayerd.router.ticket import TICKET
+from belayerd.router import fidelity, vllm_apis
+from belayerd.router.ticket import TICKET, Ticket
 from belayerd.router.vllm_codec import Codec
 
 PINNED = "0.32."
@@ -103,6 +103,7 @@ def problems(
             yield f"{kind.__name__} lacks {', '.join(sorted(missing))}"
     if new := fidelity.unknown(sampling.__struct_fields__, structs[-1].__struct_fields__):
         yield f"its requests have {', '.join(new)}, of which nobody has said what becomes of it when a worker dies"
+    yield from vllm_apis.problems()
     if "engine_dead" not in resources.__dataclass_fields__:
         yield f"{resources.__name__}.engine_dead is missing"
 
@@ -115,12 +116,17 @@ def parse_args(argv: Sequence[str]) -> Namespace:
 
 
 def make_engine(
-    args: Namespace, make_client: Callable[..., Any], healthy: Callable[[], Awaitable[bool]], leaving: ContextVar[bool]
+    args: Namespace,
+    make_client: Callable[..., Any],
+    healthy: Callable[[], Awaitable[bool]],
+    leaving: ContextVar[bool],
+    cut_short: Callable[[Ticket], Exception],
 ) -> Any:
     """vLLM's AsyncLLM over the client that ``make_client(vllm_config, renderer, log_stats)`` returns.
 
     ``healthy``: /health and /ping answer 503 while it says False. ``leaving`` is True inside the aborts of requests
-    whose client went away. Call it inside the running event loop.
+    whose client went away. ``cut_short``: what ends an answer that was aborted, where its API would tell it as a whole
+    one. Call it inside the running event loop.
     """
 
     class Factory:
@@ -139,6 +145,8 @@ def make_engine(
                     if ticket is not None:
                         for choice in output.outputs:
                             ticket.took(choice.index, len(choice.token_ids), whole=False)
+                            if ticket.whole and choice.finish_reason == "abort":
+                                raise cut_short(ticket)
                     yield output
                     if ticket is not None:
                         ticket.asks_on()
