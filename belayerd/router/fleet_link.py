@@ -78,9 +78,7 @@ class FleetLink(Link):
     def _hello(self) -> list[bytes]:
         return [*super()._hello(), self._greeting]
 
-    def add(
-        self, prefix: bytes, frames: Sequence[Any], on_death: str, prefix_version: str, prefix_digest: str
-    ) -> None:
+    def add(self, prefix: bytes, frames: Sequence[Any], on_death: str, prefix_version: str, prefix_digest: str) -> None:
         wish = Wish(on_death=on_death, prefix_version=prefix_version, prefix_digest=prefix_digest)
         self.send([b"add", prefix, msgspec.msgpack.encode(wish), *frames])
 

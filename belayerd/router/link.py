@@ -129,9 +129,7 @@ class Link:
         except msgspec.DecodeError as why:
             raise BadMessage(f"worker {self.worker_id} said of itself what cannot be read: {why}") from why
 
-    def add(
-        self, prefix: bytes, frames: Sequence[Any], on_death: str, prefix_version: str, prefix_digest: str
-    ) -> None:
+    def add(self, prefix: bytes, frames: Sequence[Any], on_death: str, prefix_version: str, prefix_digest: str) -> None:
         """Give it a request. All behind ``frames`` is for those that decide about deaths themselves."""
         self.send([b"add", prefix, *frames])
 

@@ -297,9 +297,7 @@ class Placement:
             rows = tuple(request.rows[request.rows_journaled :])
             made = request.spans[-1]
             out.append(
-                ev.JournalTokens(
-                    request.request_id, request.journaled, fresh, *made[1:4], rows, made.weights_digest
-                )
+                ev.JournalTokens(request.request_id, request.journaled, fresh, *made[1:4], rows, made.weights_digest)
             )
             request.journaled, request.rows_journaled = len(request.tokens), len(request.rows)
 
@@ -317,9 +315,7 @@ def story_of(request: Request) -> Effects:
         block = tuple(request.tokens[span.start : end])
         if block:
             rows = tuple(row for row in request.rows if span.start <= row[0] < end)
-            out.append(
-                ev.JournalTokens(request.request_id, span.start, block, *span[1:4], rows, span.weights_digest)
-            )
+            out.append(ev.JournalTokens(request.request_id, span.start, block, *span[1:4], rows, span.weights_digest))
     return out
 
 

@@ -41,8 +41,9 @@ class Ticket:
     """``named``: the client gave an id of its own. ``position``: how many tokens of it the client has (None: it does
     not repeat). ``skipping``: the chunks now made are those that the client has. ``tokens_out``: the route
     that answers with tokens. ``repeats``: a request with its id is known, and may have another content. ``own``: the
-    client's id; ``inside``: what vLLM and the router make of it. ``of_messages``: of the Messages API. ``whole``: its API has no word for an answer that was
-    cut short, so that is an error there; ``cut``: its worker died, and a cut was what it wished for then."""
+    client's id; ``inside``: what vLLM and the router make of it. ``of_messages``: of the Messages API. ``whole``: its
+    API has no word for an answer that was cut short, so that is an error there; ``cut``: its worker died, and a cut was
+    what it wished for then."""
 
     named: bool = False
     own: str = ""

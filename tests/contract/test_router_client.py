@@ -1,5 +1,5 @@
-"""What vLLM's front end holds for its engine, in a process of its own: clients that leave or ask for what cannot be cost
-themselves and nobody else, and nothing of them stays behind."""
+"""What vLLM's front end holds for its engine, in a process of its own: clients that leave, or ask for what cannot be,
+cost themselves and nobody else, and nothing of them stays behind."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class Front:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.client = BelayerClient(None, None, ["s"], stage.codec)
+        self.client._welcomed = True  # it has no configuration into which a worker's ready info would go
         self.processor = OutputProcessor(None, log_stats=False)
         self.heart: RemoteHeart
 

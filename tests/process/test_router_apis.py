@@ -172,16 +172,18 @@ def test_the_clients_of_both_apis_understand_their_errors(host: RouterHost) -> N
     wish = {"x-belayer-on-death": "error"}
     worker = host.worker("s0", *HELD)
     theirs = anthropic.Anthropic(base_url=host.url, api_key="none", max_retries=0, timeout=60)
-    with (
-        pytest.raises(anthropic.APIStatusError, match="worker_gone"),
-        theirs.messages.stream(
-            model="smollm2", max_tokens=TOKENS, messages=[{"role": "user", "content": WORDS}], extra_headers=wish
-        ) as stream,
-    ):
-        for piece in stream.text_stream:
-            if piece and worker.process.poll() is None:
-                worker.kill()
-                host.unregister(worker)
+    stream = theirs.messages.create(
+        model="smollm2",
+        max_tokens=TOKENS,
+        messages=[{"role": "user", "content": WORDS}],
+        stream=True,
+        extra_headers=wish,
+    )
+    assert next(event for event in stream if event.type == "content_block_delta")
+    worker.kill()
+    host.unregister(worker)
+    with pytest.raises(anthropic.APIStatusError, match="worker_gone"):
+        list(stream)
     worker = host.worker("s0", *HELD)
     ours = openai.OpenAI(base_url=f"{host.url}/v1", api_key="none", max_retries=0, timeout=60)
     last = None

@@ -246,8 +246,8 @@ def test_a_client_that_leaves_right_after_the_handover_frees_the_new_engine(host
 
 
 def test_an_admin_call_may_take_longer_than_a_link_may_be_silent(host: RouterHost) -> None:
-    """Its worker says nothing meanwhile, on the link nor about its requests, and is right: the call is answered, and the
-    stream beside it goes on."""
+    """Its worker says nothing meanwhile, on the link nor about its requests, and is right: the call is answered, and
+    the stream beside it goes on."""
     truth = truth_of(host)
     torn = host.metric("belayer_torn_links_total")
     fake = host.worker("s0", "--hold-at", "5")
