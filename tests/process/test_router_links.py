@@ -33,9 +33,7 @@ def router() -> Iterator[RouterHost]:
         host = RouterHost.start(
             Path(root),
             ["s0", "s1"],
-            f"request_deadline_s = 30.0
-silence_s = 15.0
-link_silence_s = {SILENCE_S}",
+            f"request_deadline_s = 30.0\nsilence_s = 15.0\nlink_silence_s = {SILENCE_S}",
             urls=True,
         )
         try:

@@ -116,3 +116,14 @@ def test_a_worker_too_busy_for_its_new_link_serves_again_when_it_answers() -> No
         assert again[1:] == [b"add", msgspec.msgpack.encode((5,)), b"frame"]
 
     play(story, sink)
+
+
+def test_a_slot_that_belayerd_gave_up_is_not_knocked_at() -> None:
+    core = Core(Limits(slots=frozenset({"a"})))
+    serve(core, "a", 0)
+    core.step(ev.Torn("a", "a-0"), 1.0)
+    core.step(ev.Add("r", FRAMES), 2.0)
+    core.step(ev.GivenUp(frozenset({"a"})), 3.0)
+    ended = core.step(ev.ConnectFailed("a", 0, "a-0", silent=True), 6.0)
+    assert of(ended, ev.Connect) == []
+    assert [one.code for one in ended if isinstance(one, ev.Fail)] == ["no_healthy_slot"]
