@@ -29,7 +29,7 @@ from belayerd.router.front_lives import LetGo
 from belayerd.router.local_heart import LocalHeart
 
 BEAT_S = 0.5
-START_S = 120.0  # from its fork until a front serves: tokenizer and routes, about a second
+START_S = 300.0  # from its fork until a front serves: a second or two, over 70 where a host is ten times too busy
 MOST_UNREAD = 256 << 20  # bytes; beyond what keep_finished_mb may make one answer big
 _words: msgspec.msgpack.Decoder[tuple[str, ...]] = msgspec.msgpack.Decoder(tuple[str, ...])
 _numbers: msgspec.msgpack.Decoder[int] = msgspec.msgpack.Decoder(int)

@@ -187,7 +187,6 @@ max_num_batched_tokens = 1024
 
 [router]
 port = 18650
-fronts = 2
 
 [envkeeper]
 docker = "unix:///host/docker.sock"
@@ -309,55 +308,12 @@ def owners_come_back_from_the_fd_store(machine: Machine) -> None:
     assert [row["holder"] for row in after["kv"]["arenas"]] == [holder]
 
 
-def fronts_serve(machine: Machine) -> dict[int, dict[str, Any]]:
-    """By number, once both serve and the host is healthy; {} before."""
-    found = status(machine)
-    rows = (found.get("router") or {}).get("fronts", [])
-    if len(rows) != 2 or not found["host"]["healthy"]:
-        return {}
-    return {row["front"]: row for row in rows}
-
-
-def fronts_come_back_without_and_with_their_router(machine: Machine) -> None:
-    """kill -9 of one front is the router's to mend; of the router, systemd's: its fronts die with it, and the unit's
-    next life has its own."""
-    unit = "belayer-router.service"
-    before = eventually(lambda: fronts_serve(machine), within=60, every=0.3, what="both fronts serve")
-    router, restarts = machine.show(unit, "MainPID"), int(machine.show(unit, "NRestarts"))
-    machine.ok(f"kill -KILL {before[0]['pid']}")
-
-    def mended() -> dict[int, dict[str, Any]]:
-        now = fronts_serve(machine)
-        return now if now and now[0]["pid"] != before[0]["pid"] else {}
-
-    after = eventually(mended, within=120, every=0.3, what="another front 0 serves")
-    assert (after[1]["pid"], after[0]["restarts"], after[1]["restarts"]) == (before[1]["pid"], 1, 0)
-    assert (machine.show(unit, "MainPID"), int(machine.show(unit, "NRestarts"))) == (router, restarts)
-
-    def told() -> bool:
-        rows = json.loads(machine.ok("/opt/belayer/venv/bin/belayerctl incidents --json", timeout=30))
-        return ("router/front0", "served") in [(row["slot"], row["outcome"]) for row in rows]
-
-    eventually(told, every=0.3, what="belayerd has written it down")
-    machine.ok(f"kill -KILL {router}")
-
-    def others() -> bool:
-        now = fronts_serve(machine)
-        return bool(now) and not {row["pid"] for row in now.values()} & {row["pid"] for row in after.values()}
-
-    eventually(others, within=180, every=0.5, what="fronts of the next router")
-    assert int(machine.show(unit, "NRestarts")) == restarts + 1
-    gone = ",".join(str(row["pid"]) for row in after.values())
-    assert "belayer-front" not in machine.sh(f"ps -o comm= -p {gone}").stdout, "none of before is left"
-
-
 @pytest.mark.systemd
 @pytest.mark.engine
 def test_workers_outlive_a_killed_supervisor_and_end_with_the_target(machine: Machine) -> None:
     assert machine.sh("systemctl start belayer.target", timeout=900).returncode == 0
     before = eventually(lambda: worker_pids(machine), within=600, every=0.5, what="the slot is protected")
     assert set(before) == {"main", "shadow"}
-    fronts_come_back_without_and_with_their_router(machine)
     owners_come_back_from_the_fd_store(machine)
     assert eventually(lambda: worker_pids(machine), every=0.2, what="the slot is protected") == before
 
