@@ -98,9 +98,8 @@ class Scene:
         self.box.checkpoint()
         assert self.ready() != before
         home = self.host.paths.checkpoints
-        eventually(lambda: not os.listdir(home / "box" / "tmp"), what="nothing is half written")
-        restores = home / ".restores"
-        eventually(lambda: not [path for path in restores.iterdir() if path.is_dir()], what="no restore is left")
+        assert list((home / "box" / "tmp").iterdir()) == []
+        assert [path for path in (home / ".restores").iterdir() if path.is_dir()] == []
         eventually(lambda: len(self.host.containers()) == 1, what="one container is left")
 
 
