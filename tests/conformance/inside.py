@@ -21,7 +21,7 @@ SHELL = r"""
 export PYTHONPATH=/c PYTHONDONTWRITEBYTECODE=1
 wait_up() { wait_for up; }; wait_out() { wait_for out; }
 wait_for() {
-  for _ in $(seq 1500); do [ -s "$1" ] && return 0; sleep 0.01; done
+  for _ in $(seq 9000); do [ -s "$1" ] && return 0; sleep 0.01; done
   echo "no $1 in $PWD" >&2; tail -5 err >&2; return 1
 }
 """

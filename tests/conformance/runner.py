@@ -57,7 +57,7 @@ def prepare(box: Sandbox) -> None:
     assert done.exit_code == 0, done.stderr
 
 
-def _in_folder(box: Sandbox, name: str, command: str, timeout_s: float = 30) -> str:
+def _in_folder(box: Sandbox, name: str, command: str, timeout_s: float = 240) -> str:
     seen = box.exec(f"cd /c/{name} || exit 9\n{command}", timeout_s=timeout_s)
     return seen.stdout + (f"[exit {seen.exit_code}] {seen.stderr}" if seen.exit_code or seen.stderr else "")
 

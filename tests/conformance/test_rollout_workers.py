@@ -20,11 +20,11 @@ from belayer import procs
 from belayer.messages.control import HostStatusReply
 from belayer.messages.worker import HELD
 from benchmarks import tiny
-from benchmarks.soak_host import HANG_LIMIT_S, SoakHost, rest, until
+from benchmarks.soak_host import SoakHost, rest, slot_of
 from gpuowner.publish import publishing
 from tests.e2e.test_host import ctl, facts, main_pid, pids, slot
 from tests.support.streams import Stream, completion
-from tests.support.wait import eventually
+from tests.support.wait import eventually, remove_tree
 
 pytestmark = pytest.mark.engine
 
@@ -35,6 +35,7 @@ FULL_SHM = 'mount -t tmpfs -o size=64k none /dev/shm; cat /dev/zero >/dev/shm/fu
 AROUND = ("unshare", "--mount", "--propagation", "private", "sh", "-c", FULL_SHM, "sh")
 BODY = completion(64, ignore_eos=True, temperature=0.9, seed=5)
 UPDATES = 100
+HANG_S = 1.0  # twice that of the soak: other tests run beside these
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +47,13 @@ def models() -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def host(models: tuple[Path, Path]) -> Iterator[SoakHost]:
     root = Path(tempfile.mkdtemp(prefix="bl-"))
-    with SoakHost(root, models[0], AROUND) as host:
+    with SoakHost(root, models[0], AROUND, slot=slot_of(HANG_S)) as host:
         try:
             host.up()
             yield host
         finally:
             shutil.copytree(host.paths.state / "log", LOGS, dirs_exist_ok=True)
-    shutil.rmtree(root)
+    remove_tree(root)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_rows_12_26_and_45_each_relaunch_is_a_standby_and_takes_the_next_fault(h
         main, shadow = pids(host.until_protected(), "slot0")
         os.kill(main, signal.SIGKILL)
         due = slot(before, "slot0").generation + turn
-        after = host.until("the next main", lambda s, due=due: slot(s, "slot0").generation == due, 60.0)
+        after = host.until("the next main", lambda s, due=due: slot(s, "slot0").generation == due, 120.0)
         assert pids(after, "slot0")[0] == shadow, "what was a standby is the main now"
         answers = [facts(made.result()) for made in (stream(host), stream(host))]  # one for each slot
         assert answers == [truth, truth]
@@ -103,15 +104,21 @@ def test_rows_12_26_and_45_each_relaunch_is_a_standby_and_takes_the_next_fault(h
 
 def test_row_8_a_slow_start_is_no_hang(host: SoakHost) -> None:
     """Many hang limits without a beat while a worker loads: it has announced them, and becomes the shadow."""
-    before = host.until_protected()
-    os.kill(pids(before, "slot0")[1], signal.SIGKILL)
-    eventually(lambda: len(pids(host.status(), "slot0")) == 2 and pids(host.status(), "slot0")[1], within=60)
-    status = host.until("a shadow that loads", lambda s: shadow_of(s) not in (0, pids(before, "slot0")[1]), 60.0)
-    starting = shadow_of(status)
-    os.kill(starting, signal.SIGSTOP)
-    until("the stop", lambda: procs.state(starting) == "T", 10.0)
-    assert slot(host.status(), "slot0").state == "rearming", "stopped before it was ready"
-    rest(6 * HANG_LIMIT_S)
+    for _ in range(5):
+        before = host.until_protected()
+        dead = pids(before, "slot0")[1]
+        os.kill(dead, signal.SIGKILL)
+        status = host.until("a shadow that loads", lambda s, dead=dead: shadow_of(s) not in (0, dead), 120.0)
+        starting = shadow_of(status)
+        os.kill(starting, signal.SIGSTOP)
+        eventually(lambda starting=starting: procs.state(starting) == "T", what="it is stopped")
+        if slot(host.status(), "slot0").state == "rearming":
+            break  # stopped before it was ready
+        os.kill(starting, signal.SIGKILL)  # it was quicker than we were
+        host.until("another one", lambda s, late=starting: shadow_of(s) not in (0, late), 120.0)
+    else:
+        raise AssertionError("five shadows were ready before they could be stopped")
+    rest(6 * HANG_S)
     os.kill(starting, signal.SIGCONT)
     after = host.until_protected()
     assert workers(after)["slot0"] == [pids(before, "slot0")[0], starting]
@@ -124,18 +131,19 @@ def shadow_of(status: HostStatusReply) -> int:
 def test_row_50_a_pause_holds_with_one_engine_idle(host: SoakHost, truth: Any) -> None:
     """Longer than any limit of the watcher; the busy engine keeps its request, the idle one takes one and holds it."""
     before = host.until_protected()
-    made = stream(host, {**BODY, "max_tokens": 400})
-    eventually(lambda: len(made.seen.token_ids) >= 4, within=60, what="tokens")
-    assert len(busy(host)) == 1
+    made = stream(host, {**BODY, "max_tokens": 1000})
+    eventually(lambda: len(made.seen.token_ids) >= 4, what="tokens")
+    eventually(lambda: len(busy(host)) == 1, what="one engine is busy")
     host.post("/pause?mode=keep")
     second = stream(host)
-    host.until("both hold", lambda s: all(row.workers[0].phase == HELD for row in s.slots), 30.0)
+    host.until("both hold", lambda s: all(row.workers[0].phase == HELD for row in s.slots), 120.0)
+    rest(2 * HANG_S)  # what was on its way to the client has come
     told = len(made.seen.token_ids)
-    rest(6 * HANG_LIMIT_S)
+    rest(6 * HANG_S)
     assert len(made.seen.token_ids) - told <= 4, "paused"
     host.post("/resume")
     assert facts(second.result()) == truth
-    assert len(made.result(120).token_ids) == 400
+    assert len(made.result().token_ids) == 1000
     assert workers(host.until_protected()) == workers(before)
 
 
@@ -148,7 +156,7 @@ def test_row_15_an_unpark_that_fails_is_exit_1_and_says_so(host: SoakHost, truth
         host.flag.unlink()
     assert code == 1
     assert "unpark failed" in incident["outcome"]
-    status = host.until("quarantine", lambda s: slot(s, "slot0").state == "quarantined", 30.0)
+    status = host.until("quarantine", lambda s: slot(s, "slot0").state == "quarantined", 120.0)
     assert slot(status, "slot0").workers == ()
     assert facts(stream(host).result()) == truth, "the other slot serves"
     assert ctl(host, "restore", "slot0")[0] == 0
@@ -167,8 +175,13 @@ def test_row_56_many_updates_leave_no_descriptor_and_no_memory(host: SoakHost, m
             before = footprints(host)
     after = footprints(host)
     assert after.keys() == before.keys(), "no worker was replaced"
-    for pid, (fds, rss) in before.items():
-        assert after[pid][0] <= fds, f"{pid}: descriptors"
+
+    def given_back() -> bool:
+        now = footprints(host)
+        return all(now[pid][0] <= fds for pid, (fds, _) in before.items())
+
+    eventually(given_back, what=f"no process holds more descriptors than {before}")
+    for pid, (_, rss) in before.items():
         assert after[pid][1] - rss < size / 2**20, f"{pid}: less than one of {UPDATES - 4} versions more"
 
 
@@ -181,11 +194,11 @@ def footprints(host: SoakHost) -> dict[int, tuple[int, float]]:
 def test_row_57_any_worker_may_die_and_no_request_notices(host: SoakHost) -> None:
     """Both mains at once, in mid-stream."""
     before = host.until_protected()
-    body = {**BODY, "max_tokens": 200}
+    body = {**BODY, "max_tokens": 500}
     first = facts(stream(host, body).result())
     both = [stream(host, body) for _ in range(2)]
-    eventually(lambda: all(len(one.seen.token_ids) >= 4 for one in both), within=60, what="tokens")
-    for name in busy(host):
+    eventually(lambda: all(len(one.seen.token_ids) >= 4 for one in both), what="tokens")
+    for name in eventually(lambda: busy(host), what="a main runs something"):
         os.kill(main_pid(host, name), signal.SIGKILL)
     assert [facts(one.result(120)) for one in both] == [first, first]
     after = host.until_protected()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from docker.errors import NotFound
 
 from belayer.errors import BelayerError, SandboxLost
 from belayer.messages.common import Done
@@ -28,11 +29,14 @@ from belayer.messages.sandbox import (
     ExecAction,
     FullCheckpoint,
     FullRestore,
+    ListSandboxes,
     Observation,
     RestoreInfo,
     SandboxInfo,
+    SandboxList,
 )
 from belayer.procs import lives, state
+from belayer.rpc import call_sync
 from belayer.sandbox import Sandbox
 from envkeeper import freezer
 from envkeeper.failpoints import Point
@@ -140,7 +144,7 @@ class Scene:
             running = info.state == "running" and lives(info.pid)
             return info if running or info.state == "lost" else None
 
-        info = eventually(found, within=30, what="the sandbox runs or is lost")
+        info = eventually(found, what="the sandbox runs or is lost")
         assert info is not None
         return info
 
@@ -179,17 +183,17 @@ class Scene:
     def nothing_left(self, host: EnvHost) -> None:
         info = self.info()
         home = host.paths.checkpoints
-        eventually(lambda: host.containers() == [info.container_id], within=20, what="one container is left")
+        eventually(lambda: host.containers() == [info.container_id], what="one container is left")
         eventually(lambda: len(self.mounts("/merged")) == 1, what="one root is mounted")
         eventually(lambda: len(self.netns()) <= 1, what="a first life has one; a restored one joins none of Docker's")
-        assert [path.name for path in home.glob("[!.]*")] == [info.sandbox_id]
-        assert list((home / info.sandbox_id / "tmp").iterdir()) == []
-        assert [path.name for path in (home / ".restores").iterdir() if path.is_dir()] == []
+        eventually(lambda: [path.name for path in home.glob("[!.]*")] == [info.sandbox_id], what="one store is left")
+        eventually(lambda: not os.listdir(home / info.sandbox_id / "tmp"), what="nothing of it is half written")
+        eventually(lambda: not folders(home / ".restores"), what="no restore has left a thing")
         eventually(
             lambda: [p.name for p in (host.root / "run" / "lives").iterdir()] == [info.incarnation], what="lives"
         )
-        marks = sorted(path.suffix for path in CLAIMS.glob(f"{info.container_id}*"))
-        assert marks == [".once", ".owner"]
+        mine = f"{info.container_id}*"
+        eventually(lambda: sorted(path.suffix for path in CLAIMS.glob(mine)) == [".once", ".owner"], what="its marks")
         me = {host.process.pid, os.getpid()}
         eventually(lambda: not holders(host.root, me), what="no process of a dump or a restore is left")
         eventually(lambda: self._living() == [info.container_id], what="one life")
@@ -198,6 +202,11 @@ class Scene:
         """Containers whose shim holds a process. A dockerd that is killed before it has seen a death forgets the empty
         shim, which no client of it can end: it says nothing about us."""
         return [container_id for container_id, pid in self.docker.shims().items() if held_by(pid)]
+
+
+def folders(path: Path) -> list[str]:
+    with os.scandir(path) as listing:
+        return [entry.name for entry in listing if entry.is_dir(follow_symlinks=False)]
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +256,7 @@ def test_envkeeper_is_killed(scene: Scene, point: Point) -> None:
     assert asking.answer is None, "nothing was told"
     scene.host.restart()
     if point in CREATE:
-        assert scene.host.listed() == [scene.box.sandbox_id], "half-made: gone"
+        eventually(lambda: scene.host.listed() == [scene.box.sandbox_id], what="what was half made is gone")
     if point is Point.PUBLISH_READY:
         assert scene.ready() != before
     scene.whole(before)
@@ -260,9 +269,9 @@ def test_envkeeper_is_killed_while_it_destroys(scene: Scene, point: Point) -> No
     asking.end(dead=True)
     scene.host.restart()
     scene.points.clear()
-    assert scene.host.listed() == [], "what was begun is done"
+    eventually(lambda: scene.host.listed() == [], what="what was begun is done")
     eventually(lambda: scene.host.containers() == [], what="no container is left")
-    assert list(scene.host.paths.checkpoints.glob("[!.]*")) == []
+    eventually(lambda: list(scene.host.paths.checkpoints.glob("[!.]*")) == [], what="no store is left")
     scene.box = scene._new()
     scene.nothing_left(scene.host)
 
@@ -284,7 +293,7 @@ def test_the_container_is_killed_in_a_checkpoint(scene: Scene, point: Point) -> 
 def test_the_container_is_killed_while_it_is_made(scene: Scene) -> None:
     before, served = scene.ready(), scene.info().pid
     asking = scene.begin(Point.CREATE_STARTED)
-    (pid,) = living(scene) - {served}
+    (pid,) = eventually(lambda: living(scene) - {served}, what="its container runs")
     os.kill(pid, signal.SIGKILL)
     happened(lambda: not lives(pid), "it is dead")
     scene.resume()
@@ -299,7 +308,7 @@ def test_the_new_container_is_killed_in_a_restore(scene: Scene, point: Point) ->
     """Before its proof it is never served: the same checkpoint is tried again. After it, its death is like any."""
     before = scene.ready()
     asking = scene.begin(point)
-    (pid,) = living(scene)
+    (pid,) = eventually(lambda: living(scene), what="the new container runs")
     os.kill(pid, signal.SIGKILL)
     happened(lambda: not lives(pid), "it is dead")
     scene.resume()
@@ -314,9 +323,11 @@ def test_the_new_container_is_killed_in_a_restore(scene: Scene, point: Point) ->
 
 def living(scene: Scene) -> set[int]:
     """PID 1 of every container that runs; Docker may not know of a death yet."""
-    client = scene.docker.client()
+    client, rows = scene.docker.client(), []
     try:
-        rows = [client.inspect_container(one)["State"] for one in scene.host.containers()]
+        for one in scene.host.containers():
+            with suppress(NotFound):  # of an earlier life, removed meanwhile
+                rows.append(client.inspect_container(one)["State"])
     finally:
         client.close()
     return {row["Pid"] for row in rows if row["Running"] and lives(row["Pid"])}
@@ -334,6 +345,11 @@ def test_criu_is_killed(scene: Scene, point: Point) -> None:
     assert isinstance(asking.failed, BelayerError), "no checkpoint came of it"
     assert scene.ready() == before
     scene.whole(before)
+
+
+def states(scene: Scene) -> dict[str, str]:
+    listed = call_sync(scene.host.paths.envkeeper_sock, ListSandboxes(), SandboxList, 60.0)
+    return {row.sandbox_id: row.state for row in listed.sandboxes}
 
 
 def held_by(pid: int) -> list[int]:
@@ -369,7 +385,7 @@ def test_dockerd_is_killed(scene: Scene, point: Point) -> None:
     assert asking.failed is not None or point in (Point.CAPTURE_DUMPED, *RESTORE[-4:]), asking.answer
     scene.docker.start_dockerd()
     if point in CREATE:
-        assert scene.host.info("half").state == "destroyed", "what is left of it is removed when Docker is back"
+        assert states(scene).get("half", "destroyed") == "destroyed", "what is left of it goes when Docker is back"
     scene.host.kill()
     scene.host.restart()
     scene.whole(before)
@@ -381,7 +397,7 @@ def test_containerd_is_killed(scene: Scene, point: Point) -> None:
     asking = scene.begin(point)
     scene.docker.kill_containerd()
     scene.docker.start_containerd()
-    eventually(lambda: scene.docker.runs(IMAGE), within=60, what="Docker runs containers again", every=0.1)
+    eventually(lambda: scene.docker.runs(IMAGE), what="Docker runs containers again", every=0.1)
     scene.resume()
     asking.end(dead=False)
     scene.whole(before)

@@ -98,8 +98,9 @@ class Scene:
         self.box.checkpoint()
         assert self.ready() != before
         home = self.host.paths.checkpoints
-        assert list((home / "box" / "tmp").iterdir()) == []
-        assert [path for path in (home / ".restores").iterdir() if path.is_dir()] == []
+        eventually(lambda: not os.listdir(home / "box" / "tmp"), what="nothing is half written")
+        restores = home / ".restores"
+        eventually(lambda: not [path for path in restores.iterdir() if path.is_dir()], what="no restore is left")
         eventually(lambda: len(self.host.containers()) == 1, what="one container is left")
 
 

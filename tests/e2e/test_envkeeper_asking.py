@@ -93,10 +93,10 @@ def test_bad_requests_end_nobodys_daemon(host: EnvHost, box: Sandbox) -> None:
         eventually((upper / "begun").exists, what="the neighbour's action runs")
         for ask, kind, word in bad(box):
             with pytest.raises(Refused, match=word):
-                call_sync(host.paths.envkeeper_sock, ask, kind, 10)
+                call_sync(host.paths.envkeeper_sock, ask, kind, 60)
     finally:
         (upper / "go").touch()
-        thread.join(60)
+        thread.join(120)
     assert [row.stdout for row in seen] == ["whole\n"]
     assert call_sync(host.paths.envkeeper_sock, Ping(), Pong).pid == host.process.pid
     assert host.process.poll() is None
@@ -131,7 +131,7 @@ def test_a_checkpoint_whose_envkeeper_is_killed_ends_with_a_typed_error(
     thread.start()
     points.wait(Point.CAPTURE_DUMPED, host.process.pid)
     host.kill()
-    thread.join(20)  # not yet back: nothing but the death of the daemon ends the call
+    thread.join(120)  # not yet back: nothing but the death of the daemon ends the call
     assert not thread.is_alive()
     points.clear()
     host.restart()

@@ -62,7 +62,8 @@ def test_in_the_namespace_of_a_holder(host: EnvHost) -> None:
     made = Sandbox.create(allow=(ALLOWED,), paths=host.paths)
     try:
         made.exec(
-            "X=41; python3 -m http.server 8000 --bind 127.0.0.1 >/dev/null 2>&1 & readlink /proc/self/ns/net >/ns"
+            "X=41; python3 -m http.server 8000 --bind 127.0.0.1 >/dev/null 2>&1 & readlink /proc/self/ns/net >/ns; "
+            "until (: </dev/tcp/127.0.0.1/8000) 2>/dev/null; do sleep 0.02; done"
         )
         for generation in range(1, 4):
             made.exec(f"G={generation}")

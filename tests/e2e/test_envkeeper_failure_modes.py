@@ -61,7 +61,7 @@ def test_1_incomplete_state_is_refused(host: EnvHost, box: Sandbox) -> None:
         client.exec_start(made, detach=True)
         eventually(lambda: client.exec_inspect(made)["Running"], what="the exec runs")
         until = "until pgrep -x sleep >/dev/null; do :; done"  # started is more than that: it may still be runc
-        assert box.exec(f"{until}; ps -o ppid= -C sleep", timeout_s=20).stdout.split() == ["0"]
+        assert box.exec(f"{until}; ps -o ppid= -C sleep", timeout_s=60).stdout.split() == ["0"]
         with pytest.raises(CheckpointRefused, match="foreign_process"):
             box.checkpoint()
     finally:
@@ -157,7 +157,7 @@ def test_4_nothing_is_replayed(host: EnvHost, box: Sandbox) -> None:
     root = f"/proc/{host.info(box.sandbox_id).pid}/root"
     eventually(lambda: Path(f"{root}/drawn").exists(), what="the action has drawn")
     box.kill()
-    thread.join(20)
+    thread.join(120)
     assert len(told) == 1
     assert box.restore()[0] == boundary
     assert box.exec("cat /drawn 2>/dev/null; echo nothing").stdout == "nothing\n"

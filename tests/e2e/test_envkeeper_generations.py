@@ -63,10 +63,11 @@ def test_ten_generations(host: EnvHost) -> None:
     assert images[-1] < 2 * images[0]
     assert len(box.checkpoints().checkpoints) == 3
     eventually(lambda: len(host.containers()) == 1, what="the containers of the old lives are removed")
-    assert [path.name for path in (host.paths.checkpoints / ".restores").iterdir() if path.is_dir()] == []
+    restores = host.paths.checkpoints / ".restores"
+    eventually(lambda: not [path for path in restores.iterdir() if path.is_dir()], what="no restore has left a thing")
     (manifest, *_) = (host.paths.checkpoints / box.sandbox_id / "ck").glob("*/manifest.json")
     versions = json.loads(manifest.read_text())["versions"]
     tools = "docker containerd runc criu kernel agent_sha256 runtime_sha256 criu_settings_sha256 seccomp engine_path"
     assert [name for name in tools.split() if not versions.get(name)] == []
     box.destroy()
-    assert host.containers() == []
+    eventually(lambda: host.containers() == [], what="no container is left")

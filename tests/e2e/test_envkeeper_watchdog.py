@@ -218,7 +218,7 @@ def test_a_task_that_criu_cannot_seize_does_not_hold_the_sandbox(bench: Bench) -
             group.thaw()
 
     life = bench.subject.life
-    plan = DumpPlan(life.pid, life.merged, images, group.folder, (), (), 1.0)
+    plan = DumpPlan(life.pid, life.merged, images, group.folder, (), (), 5.0)
     with pytest.raises(DumpHung):
         bench.criu.dump(plan, Blind())
     assert seen in (["D", "cut"], ["S", "cut"])  # it lived and waited when its time was over, and wrote no image

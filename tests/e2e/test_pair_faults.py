@@ -23,13 +23,13 @@ import pytest
 
 from belayer import procs, statefile
 from belayer.localhost import LocalHost, demo_config, free_port
-from belayer.messages.control import HostStatusReply, SlotView
+from belayer.messages.control import HostStatusReply
 from belayerd.pair import Pair
 from benchmarks import tiny
 from tests.e2e.test_host import ctl, facts, main_pid, pids, slot
 from tests.support.saboteurs import SaboteurHost
 from tests.support.streams import Stream, completion
-from tests.support.wait import eventually
+from tests.support.wait import eventually, remove_group, remove_tree
 
 pytestmark = pytest.mark.engine
 
@@ -37,7 +37,7 @@ CACHE = Path(__file__).parents[2] / ".cache"
 LOGS = CACHE / "logs/test_pair_faults"
 FREEZER = Path("/sys/fs/cgroup/freezer")
 # A process in a version 1 freezer shows as waiting in the kernel, which counts as starved for ten hang limits.
-HANG_S = 0.5
+HANG_S = 1.0
 BODY = completion(400, ignore_eos=True, temperature=0.9, seed=5)
 
 
@@ -48,7 +48,7 @@ class Pair2(SaboteurHost):
         model = tiny.make(CACHE / "models/belayer-tiny", CACHE / "models/SmolLM2-135M-Instruct")
         slots = demo_config(model, free_port(), slots=3, extra_slot=f"hang_limit_s = {HANG_S}")
         head, _, last = slots.rpartition('name = "slot2"')
-        super().__init__(root, f'{head}name = "spare0"\nspare = true{last}', "fence_deadline_s = 1.0")
+        super().__init__(root, f'{head}name = "spare0"\nspare = true{last}', "fence_deadline_s = 5.0")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def host() -> Iterator[Pair2]:
         host.stop()
         assert groups is None or not groups.exists(), "no control group is left"
         shutil.copytree(host.paths.state / "log", LOGS, dirs_exist_ok=True)
-        shutil.rmtree(root)
+        remove_tree(root)
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +82,18 @@ def stream(host: LocalHost) -> Stream:
 def begun(host: LocalHost) -> tuple[Stream, str]:
     """A stream under way and the slot that it runs on."""
     made = stream(host)
-    eventually(lambda: len(made.seen.token_ids) >= 8, within=60, what="tokens")
-    busy = [row.slot for row in host.status().slots if any(w.role == "main" and w.running for w in row.workers)]
-    assert len(busy) == 1, busy
-    return made, busy[0]
+    eventually(lambda: len(made.seen.token_ids) >= 8, what="tokens")
+
+    def busy() -> list[str]:
+        """Of one slot, by its worker's own beat: that comes a moment after the tokens, and after an end."""
+        found = [row.slot for row in host.status().slots if any(w.role == "main" and w.running for w in row.workers)]
+        return found if len(found) == 1 else []
+
+    return made, eventually(busy, what="one main runs it")[0]
 
 
 def arena(status: HostStatusReply, name: str) -> str:
     return next(row.state for owner in status.owners for row in owner.arenas if row.slot == name)
-
-
-def row(host: LocalHost, name: str) -> SlotView:
-    return slot(host.status(), name)
 
 
 def test_the_spare_waits_and_takes_no_requests(host: Pair2) -> None:
@@ -114,9 +114,10 @@ def test_a_stopped_main_that_is_continued_in_its_handover_does_nothing_more(host
     eventually(lambda: procs.state(pid) == "T", what="the main is stopped")
 
     def under_way() -> bool:
-        return statefile.load(host.paths.slot_state(name), Pair).running is not None
+        saved = statefile.load(host.paths.slot_state(name), Pair)  # or it is over: nobody looked in time
+        return saved.running is not None or saved.generation > slot(before, name).generation
 
-    eventually(under_way, within=30, what="the handover", every=0.0005)
+    eventually(under_way, what="the handover", every=0.0005)
     continued = True
     try:
         os.kill(pid, signal.SIGCONT)
@@ -133,12 +134,11 @@ def test_a_loop_that_makes_no_step_is_handed_over(host: Pair2, truth: Any) -> No
     before = host.until_protected()
     made, name = begun(host)
     with host.sabotage("stuck"):
-        host.until("the handover", lambda s: slot(s, name).generation > slot(before, name).generation, 30.0)
+        host.until("the handover", lambda s: slot(s, name).generation > slot(before, name).generation, 120.0)
     assert facts(made.result(120)) == truth
-    last = row(host, name).last_incident
+    last = slot(host.until_protected(), name).last_incident
     assert last is not None
     assert last.cause == "stuck"
-    host.until_protected()
 
 
 def call(host: LocalHost, **body: Any) -> tuple[int, Any]:
@@ -173,8 +173,10 @@ def test_an_admin_call_that_never_ends_is_found_after_the_time_that_it_was_given
     before = host.until_protected()
     status, said = call(host, method="nap", args=["600"], timeout=4 * HANG_S)
     assert status >= 500, said
+    due = [generation + 1 for generation in generations(before)]
+    host.until("both handovers", lambda s: generations(s) == due, 120.0)
     after = host.until_protected()
-    assert generations(after) == [generation + 1 for generation in generations(before)]
+    assert generations(after) == due
     last = slot(after, "slot0").last_incident
     assert last is not None
     assert last.cause == "hang"
@@ -191,20 +193,19 @@ def test_a_tree_that_does_not_die_quarantines_and_the_spare_takes_its_place(host
     other = {"slot0": "slot1", "slot1": "slot0"}[name]
     pid = main_pid(host, name)
     with frozen(pid):
-        ended = host.until("quarantine", lambda s: slot(s, name).state == "quarantined", 60.0)
+        ended = host.until("quarantine", lambda s: slot(s, name).state == "quarantined", 120.0)
         assert procs.lives(pid), "it was not dead when the slot was given up"
         assert "fence failed" in slot(ended, name).reason
         assert str(pid) in slot(ended, name).reason
         assert facts(made.result(120)) == truth
         status = host.until("the spare", lambda s: slot(s, "spare0").protected, 120.0)
-        status = host.until("the arena", lambda s: arena(s, name) == "quarantined", 10.0)
+        status = host.until("the arena", lambda s: arena(s, name) == "quarantined", 120.0)
         assert slot(status, other).protected
         code, shown, _ = ctl(host, "status")
         assert (code, shown["host"]["healthy"]) == (1, False)
         assert {seat["slot"] for seat in shown["router"]["slots"] if seat["registered"]} == {other, "spare0"}
-        alert = eventually(lambda: host.alerted(), within=10, what="the alert command")[-1]
-        assert (alert["slot"], alert["state"]) == (name, "quarantined")
-        assert alert["reason"] == slot(status, name).reason
+        told = {"slot": name, "state": "quarantined", "reason": slot(status, name).reason}
+        eventually(lambda: any(told.items() <= row.items() for row in host.alerted()), what="the alert command")
     eventually(lambda: not procs.lives(pid), what="thawed, it dies of the SIGKILL that was waiting")
     assert ctl(host, "gpu", "restore", name)[0] == 0
     assert slot(host.until_protected(), name).protected
@@ -229,15 +230,18 @@ def test_a_shadow_that_fails_a_gate_never_serves(host: Pair2, truth: Any, messag
     shadow = pids(host.status(), name)[1]
     with host.sabotage(message):
         os.kill(main_pid(host, name), signal.SIGKILL)
-        ended = host.until("quarantine", lambda s: slot(s, name).state == "quarantined", 60.0)
+        ended = host.until("quarantine", lambda s: slot(s, name).state == "quarantined", 120.0)
     assert slot(ended, name).reason.startswith(f"{action} failed"), slot(ended, name).reason
     assert slot(ended, name).workers == ()
     assert facts(made.result(120)) == truth
     eventually(lambda: not procs.lives(shadow), what="the shadow is dead")
-    status = host.until("the arena", lambda s: arena(s, name) == "quarantined", 10.0)
-    last = slot(status, name).last_incident
-    assert last is not None
-    assert last.outcome.startswith(f"quarantined: {action} failed")
+    host.until("the arena", lambda s: arena(s, name) == "quarantined", 120.0)
+
+    def told(status: HostStatusReply) -> bool:  # it is written down right after the state
+        last = slot(status, name).last_incident
+        return last is not None and last.outcome.startswith(f"quarantined: {action} failed")
+
+    host.until("the incident", told, 120.0)
     assert ctl(host, "restore", name)[0] == 0
     host.until_protected()
 
@@ -247,11 +251,11 @@ def test_a_weights_owner_that_is_gone_fails_the_gate(host: Pair2, truth: Any) ->
     made, name = begun(host)
     host.kill9("gpuowner@weights")
     os.kill(main_pid(host, name), signal.SIGKILL)
-    ended = host.until("quarantine", lambda s: slot(s, name).state == "quarantined", 60.0)
+    ended = host.until("quarantine", lambda s: slot(s, name).state == "quarantined", 120.0)
     assert slot(ended, name).reason.startswith("owners failed"), slot(ended, name).reason
     assert facts(made.result(120)) == truth
     host.spawn("gpuowner@weights")
-    host.until("both owners", lambda s: len(s.owners) == 2, 60.0)
+    host.until("both owners", lambda s: len(s.owners) == 2, 120.0)
     assert ctl(host, "restore", name)[0] == 0
     host.until_protected()
     assert facts(stream(host).result()) == truth
@@ -284,5 +288,4 @@ def frozen(pid: int) -> Iterator[None]:
         yield
     finally:
         state.write_text("THAWED")
-        eventually(lambda: not (group / "cgroup.procs").read_text(), what="the group is empty", every=0.01)
-        group.rmdir()
+        remove_group(group)

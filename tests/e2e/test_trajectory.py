@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import pytest
 from belayer import Sandbox, SandboxLost, Trajectory
 from belayer.errors import RestoreFailed
 from tests.support.envhost import EnvHost
-from tests.support.wait import eventually
+from tests.support.wait import eventually, remove_tree
 
 pytestmark = pytest.mark.docker
 
@@ -26,7 +25,7 @@ def host() -> Iterator[EnvHost]:
         yield host
     finally:
         host.stop()
-        shutil.rmtree(root)
+        remove_tree(root)
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def test_log_and_sandbox_go_back_to_one_boundary(run: Trajectory, host: EnvHost)
     killer = threading.Thread(target=kill_when_acting, args=(run, host))
     killer.start()
     with pytest.raises(SandboxLost):
-        run.act("echo three >> /root/file; sleep 30")
+        run.act("echo three >> /root/file; touch /begun; sleep 1000")
     killer.join()
     assert run.messages == before, "a lost action leaves nothing in the log"
     back = run.recover()
@@ -61,7 +60,8 @@ def test_log_and_sandbox_go_back_to_one_boundary(run: Trajectory, host: EnvHost)
 def kill_when_acting(run: Trajectory, host: EnvHost) -> None:
     assert isinstance(run.sandbox, Sandbox)
     sandbox_id = run.sandbox.sandbox_id
-    eventually(lambda: host.info(sandbox_id).state == "acting", within=20, what="an action in flight")
+    begun = Path(f"/proc/{host.info(sandbox_id).pid}/root/begun")
+    eventually(begun.exists, what="an action in flight")
     other = Sandbox.attach(run.sandbox.sandbox_id, paths=host.paths)
     assert "dead" in other.kill().seen
     other.close()

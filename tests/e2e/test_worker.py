@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,10 @@ def test_a_standby_refuses_requests_and_becomes_main(stack: WorkerStack, main: W
 
 def test_an_idle_worker_has_one_thread_that_polls(main: Worker) -> None:
     """R8: torch would make one for each of vLLM's 13 process groups, each waking a hundred times a second."""
-    tasks = Path(f"/proc/{main.pid}/task").iterdir()
-    names = [(task / "comm").read_text().strip() for task in tasks]
+    names = []
+    for task in Path(f"/proc/{main.pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            names.append((task / "comm").read_text().strip())
     assert names.count("gloo_tcp_loop") == 1, sorted(names)
 
 
@@ -180,7 +183,7 @@ def test_the_beat_goes_on_when_idle(stack: WorkerStack, main: Worker) -> None:
         stamps.add(stack.paths.heartbeat(main.worker_id).stat().st_mtime_ns)
         return len(stamps) >= 10
 
-    eventually(beats, within=10.0, what="ten beats of an idle worker")
+    eventually(beats, what="ten beats of an idle worker")
     assert pulse().phase == "idle"
     assert pulse().running == pulse().waiting == 0
 

@@ -72,7 +72,7 @@ def test_the_whole_check_passes_from_the_carried_tar_and_leaves_nothing(
     carried: Path, tmp_path: Path, scratch: Path
 ) -> None:
     run = start(carried, tmp_path, scratch, "--fake")
-    said, _ = run.communicate(timeout=400)
+    said, _ = run.communicate(timeout=1200)
     assert run.returncode == 0, said
     stages = {row["stage"]: row for row in read(tmp_path)}
     assert tuple(stages) == STAGES
@@ -87,7 +87,7 @@ def test_the_whole_check_passes_from_the_carried_tar_and_leaves_nothing(
     assert summary["passed"]
     assert summary["about"]["fake"]
     assert "No figure below is one of a GPU" in (tmp_path / "report.md").read_text()
-    assert running(carried) == []
+    eventually(lambda: running(carried) == [], what="every process has ended")
     assert list(scratch.iterdir()) == []
 
 
@@ -102,7 +102,7 @@ def test_a_check_that_is_killed_leaves_its_results_and_nothing_else(
         return any(row["stage"] == "S1" for row in read(tmp_path))
 
     try:
-        eventually(loaded, within=120, what="stage S1 is on disk", every=0.05)
+        eventually(loaded, within=400, what="stage S1 is on disk", every=0.05)
     finally:
         run.kill()
         run.wait()
@@ -110,7 +110,7 @@ def test_a_check_that_is_killed_leaves_its_results_and_nothing_else(
     assert [row["stage"] for row in stages][:3] == ["S0", "T1", "S1"]
     assert all(row["passed"] for row in stages)
     assert not (tmp_path / "summary.json").exists()
-    eventually(lambda: running(carried) == [], within=30, what=f"every process has ended: {running(carried)}")
+    eventually(lambda: running(carried) == [], what="every process has ended")
     assert list(scratch.iterdir()) == []
 
 
@@ -120,7 +120,7 @@ def test_without_a_gpu_nothing_is_run(carried: Path, tmp_path: Path, scratch: Pa
     if not no_gpu():
         pytest.skip("a driver is here: the check itself can run")
     run = start(carried, tmp_path / "out", scratch)
-    said, _ = run.communicate(timeout=60)
+    said, _ = run.communicate(timeout=300)
     assert run.returncode == 2
     assert "needs the NVIDIA driver" in said
     assert not (tmp_path / "out").exists()
@@ -134,7 +134,7 @@ def test_the_list_of_what_to_bring_is_complete(carried: Path) -> None:
         "print(*sorted(tops))"
     )
     env = {**os.environ, "PYTHONPATH": str(carried)}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True, timeout=300)
     listed = {module.partition(".")[0] for module in pack.WHEELS}
     theirs = {"pygments", "markdown_it", "mdurl", "typing_extensions"}  # of rich, and of torch
     found = {name for name in run.stdout.split() if not name.startswith(("_", "sitecustomize", "distutils"))}
@@ -142,14 +142,15 @@ def test_the_list_of_what_to_bring_is_complete(carried: Path) -> None:
     assert found - listed - theirs == set()
 
 
-def stub() -> Bench:
-    plan = SimpleNamespace(deadlines=dict.fromkeys(STAGES, 0.05), total_s=100.0)
+def stub(**deadlines: float) -> Bench:
+    """``deadlines``: of stages that shall not come to their end; the others have more time than they need."""
+    plan = SimpleNamespace(deadlines=dict.fromkeys(STAGES, 60.0) | deadlines, total_s=1000.0)
     return cast(Bench, SimpleNamespace(plan=plan, tail=lambda: "its last words", recover=lambda: None))
 
 
-def run_with(folder: Path, work: Mapping[str, Any]) -> tuple[bool, list[dict[str, Any]]]:
+def run_with(folder: Path, work: Mapping[str, Any], **deadlines: float) -> tuple[bool, list[dict[str, Any]]]:
     record = Record(folder, {"fake": True, "machine": "none"})
-    return h200_check.run(stub(), record, work), read(folder)
+    return h200_check.run(stub(**deadlines), record, work), read(folder)
 
 
 def good(bench: Bench, stage: Stage) -> None:
@@ -174,7 +175,7 @@ def test_a_stage_past_its_deadline_is_kept_and_the_rest_goes_on(tmp_path: Path) 
         stage.check("before", True)
         os.read(ours, 1)
 
-    passed, rows = run_with(tmp_path, {"T1": hangs, "S1": good, "S2": hangs, "S3": good})
+    passed, rows = run_with(tmp_path, {"T1": hangs, "S1": good, "S2": hangs, "S3": good}, T1=1.0, S2=1.0)
     os.close(ours)
     os.close(theirs)
     assert not passed

@@ -43,7 +43,7 @@ CASES = [
         TRIAL,
         service("import multiprocessing as mp\nmp.set_start_method('fork'); lock = mp.Lock(); v = mp.Value('i', 41); lock.acquire()\n"
                 "def work():\n    with lock: v.value += 1\np = mp.Process(target=work); p.start()",
-                "lock.release(); p.join(10); say(v.value, p.exitcode)", up="up(p.pid)"),
+                "lock.release(); p.join(120); say(v.value, p.exitcode)", up="up(p.pid)"),
         "42 0\n",
     ),
     case(

@@ -62,7 +62,7 @@ def _orphan_with_stdout(stack: Stack, sandbox_id: str) -> Callable[[], None]:
     def end() -> None:
         _nsenter(stack, sandbox_id, "sh", "-c", "kill -9 $(cat /c/orphan)", spaces=("-m", "-p"))
         child.kill()
-        child.wait(10)
+        child.wait(120)
 
     return end
 
@@ -104,7 +104,7 @@ def _host_client(stack: Stack, sandbox_id: str) -> Callable[[], None]:
     thread.start()
 
     def end() -> None:
-        thread.join(20)
+        thread.join(120)
         client.close()
 
     return end
@@ -141,7 +141,7 @@ def _entered(stack: Stack, sandbox_id: str, body: str, spaces: str) -> Callable[
 
     def end() -> None:
         child.kill()
-        child.wait(10)
+        child.wait(120)
         subprocess.run(["rm", "-f", marker], check=True)
 
     return end

@@ -72,7 +72,7 @@ CASES = [
         "python -m http.server",
         CRIU + "2804",
         ("echo page > index.html; python3 -m http.server 2047 >/dev/null 2>err & P=$!\n"
-         "for _ in $(seq 1000); do (: < /dev/tcp/127.0.0.1/2047) 2>/dev/null && break; sleep 0.01; done; echo $P > up",
+         "for _ in $(seq 6000); do (: < /dev/tcp/127.0.0.1/2047) 2>/dev/null && break; sleep 0.01; done; echo $P > up",
          "python3 -c \"import urllib.request as u; print(u.urlopen('http://127.0.0.1:2047/').read().decode(), end='')\""),
         "page\n",
     ),
