@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.apis import APIS, asking, same
 from tests.support.router_stack import RouterStack
 from tests.support.streams import Seen, Stream, chat, completion, tokens_in
 from tests.support.wait import eventually
@@ -180,10 +181,12 @@ def test_streams_of_every_kind_outlive_a_killed_worker(host: Host) -> None:
     for name, truth in truths.items():
         assert truth.status == 200, (name, truth)
         assert not truth.errors, (name, truth.errors)
+    other_truths = {path: asking(host.url, path, TOKENS).result(180) for path in APIS}
     shadow = host.stack.spawn()
     streams = {name: host.start(name) for name in BODIES}
+    others = {path: asking(host.url, path, TOKENS) for path in APIS}
     eventually(
-        lambda: all(map(in_its_middle, streams.values())),
+        lambda: all(map(in_its_middle, streams.values())) and all(one.told.text for one in others.values()),
         what="every stream is in its middle",
     )
     host.lose(first)
@@ -193,6 +196,8 @@ def test_streams_of_every_kind_outlive_a_killed_worker(host: Host) -> None:
     seen = {name: stream.result(180) for name, stream in streams.items()}
     for name, one in seen.items():
         assert_same(one, truths[name], name)
+    for path, other in others.items():
+        same(other.result(180), other_truths[path])
     report = host.status().slots[0].last_resume
     assert report is not None
     assert report.resumed == interrupted
