@@ -16,7 +16,7 @@ from belayer import procs, refusals, statefile
 from belayer.clock import wall
 from belayer.config import Config
 from belayer.daemon import OnlyOne, new_instance, notify
-from belayer.errors import BelayerError, DaemonUnreachable, HandoverFailed, Refused, SlotUnknown
+from belayer.errors import BelayerError, Refused, SlotUnknown
 from belayer.messages.common import Done, FaultProof, Ping, Pong
 from belayer.messages.control import (
     BeginWeightsUpdate,
@@ -30,6 +30,7 @@ from belayer.messages.control import (
     ListIncidents,
     Request,
     RestoreSlot,
+    SlotView,
 )
 from belayer.messages.owner import OwnerStatusReply
 from belayer.messages.trainer import AckReplaced, AwaitReplaced, ListTrainers, RegisterTrainer, UnregisterTrainer
@@ -43,6 +44,7 @@ from belayerd.gate import open_gate
 from belayerd.peers import RouterPeer, Zygote
 from belayerd.policy import beyond_help, spares_to_call
 from belayerd.records import Records
+from belayerd.sealed import Sealed
 from belayerd.slot import SlotShell
 from belayerd.trainers import Trainers
 from belayerd.updates import Opener, Updates
@@ -87,7 +89,9 @@ class Supervisor:
         self._updates = Updates(slots, self._actions.weights, in_place, policy, self._log, self._trainers)
         self._actions.held = self._updates.held
         self._zygote = Zygote(paths, config_path, self._log, self._zygote_failed)
-        self._sealed_once: set[str] = set()  # models whose weights were seen whole in this life
+        self._sealed = Sealed(
+            lambda: self._actions.weights.status(wait=False), policy.owner_deadline_s, self._tell_unsealed, self._log
+        )
         front_deaths = FrontDeaths(self._incidents, self._front_repeats, policy.repeat_window_s, self._log)
         self._router_peer = RouterPeer(self._router, self._router_back, self._given_up, front_deaths.look, self._log)
         self._owners: tuple[OwnerStatusReply, ...] = ()
@@ -104,10 +108,9 @@ class Supervisor:
             work += [group.create_task(self._write_status()), group.create_task(self._zygote.run())]
             work += [group.create_task(self._keep_weights()), group.create_task(self._weigh_workers())]
             work += [group.create_task(self._trainers.run_command())]
-            starter = group.create_task(self._start_slots(group, work))
+            work += self._start_slots(group)
             notify("READY=1")
             await stop.wait()
-            starter.cancel()
             for task in work:
                 task.cancel()
         self._log.info("stop", kept="workers, zygote and owners go on")
@@ -117,43 +120,36 @@ class Supervisor:
         self._context.destroy(linger=0)
         self._incidents.close()
 
-    async def _start_slots(self, group: asyncio.TaskGroup, work: list[asyncio.Task[None]]) -> None:
-        """Adopted slots at once; new ones when the zygote is up and their weights are sealed."""
-        for slot in self._slots.values():
-            if slot.known_workers():
-                work.append(group.create_task(slot.run()))
+    def _start_slots(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Adopted slots at once; each new one when the zygote is up and its own weights are sealed."""
+        return [
+            group.create_task(slot.run() if slot.known_workers() else self._begin(slot))
+            for slot in self._slots.values()
+        ]
+
+    async def _begin(self, slot: SlotShell) -> None:
         await self._zygote.ready.wait()
-        for slot in self._slots.values():
-            if not slot.known_workers():
-                await self._sealed(slot.config.model)
-                work.append(group.create_task(slot.run()))
+        await self._sealed.wait(slot.config.model)
+        await slot.run()
 
     async def _startable(self, model: str) -> None:
         """Until a worker of this model can be made. A host that was stopped and comes back knows workers of before:
         its slots run at once, while zygote and owner are still coming up, and an attempt then would only use up the
-        restart budget, as it would while an update writes over the bytes that a worker begins with (in place). Weights
-        are asked for once in a life of belayerd; later an owner's absence is the gate's."""
+        restart budget, as it would while an update writes over the bytes that a worker begins with (in place)."""
         await self._zygote.ready.wait()
         while model in self._actions.held:  # noqa: ASYNC110 a set of names, which nobody is told of
             await asyncio.sleep(0.1)
-        if model not in self._sealed_once:
-            await self._sealed(model)
+        await self._sealed.wait(model)
 
-    async def _sealed(self, model: str) -> None:
-        waited = 0.0
-        while waited < self._config.policy.owner_deadline_s:
-            try:
-                status = await self._actions.weights.status(wait=False)
-            except DaemonUnreachable:
-                status = None
-            if status and any(row.model == model and row.state == "sealed" for row in status.weights):
-                self._sealed_once.add(model)
-                return
-            await asyncio.sleep(0.1)
-            waited += 0.1
-        raise HandoverFailed(
-            f"weights of {model} are not sealed after {waited:.0f} s", remedy="is gpuowner@weights running?"
-        )
+    def _tell_unsealed(self, model: str, why: str) -> None:
+        for slot in self._slots.values():
+            if slot.model == model:
+                self._alert(slot.name, "waiting", slot.pair.generation, why)
+
+    def _view(self, slot: SlotShell) -> SlotView:
+        view = slot.view()
+        waits = "" if view.workers else self._sealed.waits.get(slot.model, "")
+        return msgspec.structs.replace(view, reason=view.reason or waits)
 
     async def _sweep_orphans(self) -> None:
         """Kill workers that no saved pair knows: a belayerd was killed between the fork and the save."""
@@ -237,7 +233,7 @@ class Supervisor:
 
     async def _weigh_workers(self) -> None:
         while True:
-            await self._footprints.refresh(tuple(slot.view() for slot in self._slots.values()))
+            await self._footprints.refresh(tuple(self._view(slot) for slot in self._slots.values()))
             await asyncio.sleep(footprint.EVERY_S)
 
     async def _keep_weights(self) -> None:
@@ -278,7 +274,7 @@ class Supervisor:
             self._alerts.tell(alert)
 
     def _status(self) -> HostStatusReply:
-        slots = tuple(self._footprints.fill(slot.view()) for slot in self._slots.values())
+        slots = tuple(self._footprints.fill(self._view(slot)) for slot in self._slots.values())
         router = self._router_peer.status
         fronts = router.fronts if router else ()
         alive = len(self._owners) == 2 and router is not None and all(row.state == "serving" for row in fronts)

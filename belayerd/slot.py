@@ -49,8 +49,7 @@ class SlotShell:
         serves: Callable[[str, str], None],
         startable: Callable[[str], Awaitable[None]],
     ) -> None:
-        """``startable``: waits until a worker of this model can be made. Raises BelayerError when that takes too
-        long."""
+        """``startable``: waits until a worker of this model can be made."""
         self.config, self._paths, self._actions, self._cgroups = slot, paths, actions, cgroups
         self._context, self._incidents, self._log = context, incidents, log.bind(slot=slot.name)
         self._poll_s, self._alert, self._serves, self._startable = limits.poll_s, alert, serves, startable

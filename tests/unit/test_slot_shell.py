@@ -164,7 +164,7 @@ def test_no_worker_is_started_on_bytes_that_an_update_writes_over(paths: Paths) 
     async def main() -> None:
         supervisor = Supervisor(paths, load(paths.config), paths.config)
         supervisor._zygote.ready.set()
-        supervisor._sealed_once.add("m")
+        supervisor._sealed.seen.add("m")
         supervisor._actions.held.add("m")
         start = asyncio.create_task(supervisor._startable("m"))
         await asyncio.wait({start}, timeout=0.3)
