@@ -6,7 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from belayer.messages.router import RouterStatus, RouterStatusReply, SlotsGivenU
 from belayer.paths import Paths
 from belayer.rpc import Client
 from belayer.seqpacket import SeqClient
+from belayerd.pair import Pair
 
 _PING_S = 5.0
 _HOPELESS = 3  # starts in a row that failed; it is tried on, and said to be hopeless
@@ -149,6 +150,17 @@ class Zygote:
         finally:
             loop.remove_reader(fd)
             os.close(fd)
+
+
+def links_given_up(status: RouterStatusReply, pairs: Iterable[Pair]) -> list[tuple[str, str]]:
+    """Slot and worker of mains that are whole for belayerd and that the router does not talk to any more: nobody would
+    serve that slot until its next generation. Pure."""
+    mains = {(pair.slot, pair.generation, pair.main.worker_id) for pair in pairs if pair.main and not pair.running}
+    return [
+        (row.slot, row.worker_id)
+        for row in status.slots
+        if row.link_given_up and (row.slot, row.generation, row.worker_id) in mains
+    ]
 
 
 class RouterPeer:

@@ -33,6 +33,7 @@ from belayer.messages.control import (
     SlotView,
 )
 from belayer.messages.owner import OwnerStatusReply
+from belayer.messages.router import RouterStatusReply
 from belayer.messages.trainer import AckReplaced, AwaitReplaced, ListTrainers, RegisterTrainer, UnregisterTrainer
 from belayer.paths import Paths
 from belayer.rpc import Client, Server
@@ -41,7 +42,8 @@ from belayerd.actions import Actions
 from belayerd.alerts import Alert, Alerts
 from belayerd.front_deaths import FrontDeaths
 from belayerd.gate import open_gate
-from belayerd.peers import RouterPeer, Zygote
+from belayerd.pair import Cause
+from belayerd.peers import RouterPeer, Zygote, links_given_up
 from belayerd.policy import beyond_help, spares_to_call
 from belayerd.records import Records
 from belayerd.sealed import Sealed
@@ -92,8 +94,8 @@ class Supervisor:
         self._sealed = Sealed(
             lambda: self._actions.weights.status(wait=False), policy.owner_deadline_s, self._tell_unsealed, self._log
         )
-        front_deaths = FrontDeaths(self._incidents, self._front_repeats, policy.repeat_window_s, self._log)
-        self._router_peer = RouterPeer(self._router, self._router_back, self._given_up, front_deaths.look, self._log)
+        self._front_deaths = FrontDeaths(self._incidents, self._front_repeats, policy.repeat_window_s, self._log)
+        self._router_peer = RouterPeer(self._router, self._router_back, self._given_up, self._seen, self._log)
         self._owners: tuple[OwnerStatusReply, ...] = ()
         self._told_lost: set[tuple[str, int]] = set()
         self._footprints = footprint.Footprints()
@@ -145,6 +147,12 @@ class Supervisor:
         for slot in self._slots.values():
             if slot.model == model:
                 self._alert(slot.name, "waiting", slot.pair.generation, why)
+
+    def _seen(self, status: RouterStatusReply) -> None:
+        self._front_deaths.look(status)
+        for name, worker_id in links_given_up(status, [slot.pair for slot in self._slots.values()]):
+            why = "the router gave up the link to it: torn again and again"
+            self._slots[name].left_behind(worker_id, why, Cause.HANG)
 
     def _view(self, slot: SlotShell) -> SlotView:
         view = slot.view()

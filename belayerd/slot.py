@@ -435,10 +435,10 @@ class SlotShell:
         self._versions[worker_id] = reply.oracle.weight_version
         self._inbox.put_nowait(p.Followed(worker_id=worker_id, oracle=reply.oracle))
 
-    def left_behind(self, worker_id: str, why: str) -> None:
+    def left_behind(self, worker_id: str, why: str, cause: p.Cause = p.Cause.WEIGHTS) -> None:
         watched = self._watched.get(worker_id)
         if watched is None or not watched.dead:  # a death is told by its pidfd, with its reason
-            self._lost(worker_id, p.Cause.WEIGHTS, why)
+            self._lost(worker_id, cause, why)
 
     def try_again(self) -> None:
         """Starts failed while an owner was away or weights were being written; now they can."""

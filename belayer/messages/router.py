@@ -47,6 +47,8 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterSlot(msgspec.Struct, frozen=True, kw_only=True):
+    """``link_given_up``: the link to this worker was torn again and again, and only a newer generation gets another."""
+
     slot: str
     generation: int
     registered: bool
@@ -58,6 +60,7 @@ class RouterSlot(msgspec.Struct, frozen=True, kw_only=True):
     resumed_total: int = 0
     late_dropped_total: int = 0
     last_resume: ResumeReport | None = None
+    link_given_up: bool = False
 
 
 class FrontDeath(msgspec.Struct, frozen=True, kw_only=True):

@@ -160,6 +160,7 @@ class Slot:
     late_dropped: int = 0
     tears: int = 0  # how often the link to this worker was torn, one soon after the other
     torn_at: float = 0.0  # the last time
+    link_given_up: bool = False  # too often: this worker gets no other
     calling_until: float = 0.0  # admin calls may keep its worker silent until then
     remote: bool = False  # of another host: its router stands for its workers
     open: bool = True  # a remote one: may be given requests

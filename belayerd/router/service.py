@@ -139,4 +139,5 @@ def _row(slot: Slot, waiting: int, url: str) -> RouterSlot:
         resumed_total=slot.resumed_total,
         late_dropped_total=slot.late_dropped,
         last_resume=report,
+        link_given_up=slot.link_given_up,
     )

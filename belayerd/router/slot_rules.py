@@ -24,6 +24,7 @@ class SlotRules(Placement):
         slot.weight_version, slot.weights_digest = event.weight_version, event.weights_digest
         slot.model = event.model
         slot.next_seq, slot.tears, slot.calling_until, slot.remote = None, 0, 0.0, event.remote
+        slot.link_given_up = False
         slot.capacity = self.limits.capacity.get(slot.name, 0)
         out.append(_connect(slot))
         return out
@@ -149,6 +150,7 @@ class SlotRules(Placement):
         slot.tears = 1 if now - slot.torn_at >= self.limits.steady_s else slot.tears + 1
         slot.torn_at = now
         if slot.tears > self.limits.tears:
+            slot.link_given_up = True  # belayerd reads it, and hands the slot over
             return self._leave(slot, ev.Cause.TORN_LINK, removed=False, now=now)
         out: Effects = [ev.Disconnect(slot.name, slot.worker_id)]
         slot.move(SlotState.CONNECTING)
