@@ -33,7 +33,10 @@ class SavedPair:
         """The saved pair, or a new one. Raises StateDamaged."""
         saved: Pair | None = statefile.load(self._path, Pair)
         last: _Last | None = statefile.load(self._disk, _Last)
-        self._generation = max(saved.generation if saved else 0, last.generation if last else 0)
+        on_disk = last.generation if last else 0
+        self._generation = max(saved.generation if saved else 0, on_disk)
+        if self._generation > on_disk:  # the last life was killed between the two, or the disk took nothing
+            self._newer.set()
         boot = procs.boot_id()
         if saved is not None and saved.boot_id == boot:
             return saved

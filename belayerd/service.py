@@ -63,11 +63,11 @@ class Supervisor:
         self._instance = new_instance()
         self._context = zmq.asyncio.Context()
         self._router = Client(paths.router_sock, self._context)
+        gate = open_gate(slot.device for slot in config.slot)  # may refuse: before anything is made
         self._cgroups = procs.Cgroups(procs.tag_of(paths.run))
         self._incidents = Records(paths.incidents, self._log)
         policy = config.policy
         self._alerts = Alerts(policy.alert_command, self._log)
-        gate = open_gate(slot.device for slot in config.slot)
         self._actions = Actions(paths, self._router, self._cgroups, gate, policy)
         self._slots = {
             slot.name: SlotShell(

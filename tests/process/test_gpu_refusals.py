@@ -14,6 +14,8 @@ import pytest
 
 from belayer import config as configs
 from belayer.errors import ConfigInvalid, HostUnfit, Refused
+from belayer.paths import Paths
+from belayer.procs import Cgroups, tag_of
 from gpuowner.backends.choice import maker_for
 from tests.contract.test_memory_backend import no_gpu
 
@@ -65,6 +67,8 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(root: Path, d
     assert "nothing was started" in sentence
     assert "Traceback" not in run.stderr
     assert list(root.rglob("*.sock")) == [], "nothing listens"
+    own = Cgroups._own()
+    assert own is None or not (own / f"belayer-{tag_of(Paths(root).run)}").exists(), "no control group is left"
 
 
 @pytest.mark.parametrize(

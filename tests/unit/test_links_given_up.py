@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
+
 import pytest
 
+from belayer.config import load
 from belayer.messages.router import RouterSlot, RouterStatusReply
+from belayer.paths import Paths
 from belayerd import pair as p
 from belayerd.peers import links_given_up
 from belayerd.router import events as ev
 from belayerd.router.core import Core, Limits
 from belayerd.router.service import _row
+from belayerd.service import Supervisor
 from tests.unit.test_router_core import serve
 
 MAIN = p.Ref(worker_id="s-aa", pid=7, start_time=1)
@@ -58,3 +64,30 @@ def test_the_router_says_which_link_it_gave_up_until_a_newer_generation_comes() 
     assert _row(core.slots["a"], 0, "u").link_given_up
     serve(core, "a", 1)
     assert not _row(core.slots["a"], 0, "u").link_given_up
+
+
+def test_belayerd_takes_it_for_a_main_that_hangs() -> None:
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        paths = Paths(folder).make()
+        (paths.state / "model").mkdir()
+        (paths.state / "model/config.json").write_text("{}")
+        text = f'[[model]]\nname = "m"\npath = "{paths.state}/model"\n[[slot]]\nname = "s"\nmodel = "m"\n'
+        paths.config.write_text(text)
+
+        async def main() -> list[p.Event]:
+            supervisor = Supervisor(paths, load(paths.config), paths.config)
+            slot = supervisor._slots["s"]
+            slot.pair = pair()
+            supervisor._seen(said(generation=2))
+            assert slot._inbox.empty()
+            supervisor._seen(said())
+            event = slot._inbox.get_nowait()
+            slot.close()
+            supervisor._router.close()
+            supervisor._context.destroy(linger=0)
+            supervisor._cgroups.remove_all()
+            return [event]
+
+        (event,) = asyncio.run(main())
+    assert isinstance(event, p.WorkerLost)
+    assert (event.worker_id, event.cause) == ("s-aa", p.Cause.HANG)

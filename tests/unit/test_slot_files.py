@@ -81,6 +81,24 @@ def test_a_pair_is_found_again_in_this_boot_and_its_generation_in_the_next(paths
     assert load(paths) == Pair(slot="slot0", generation=7, boot_id=procs.boot_id())
 
 
+def test_a_generation_that_did_not_reach_the_disk_reaches_it_in_the_next_life(paths: Paths) -> None:
+    """belayerd was killed between the two, or the disk was full: after a reboot the number would be given again, and
+    routers of other hosts would take the new main for the old one."""
+    statefile.save(paths.slot_state("slot0"), Pair(slot="slot0", generation=7, boot_id=procs.boot_id()), durable=False)
+
+    async def main() -> None:
+        saved = SavedPair(paths, SLOT, Log())
+        saved.load()
+        keeping = asyncio.create_task(saved.keep())
+        on_disk = paths.slot_generation("slot0").is_file
+        await asyncio.to_thread(eventually, lambda: on_disk() or keeping.done(), within=20, what="it is on disk")
+        keeping.cancel()
+
+    asyncio.run(main())
+    paths.slot_state("slot0").unlink()  # a reboot
+    assert load(paths).generation == 7
+
+
 def test_a_disk_that_takes_nothing_costs_no_handover(paths: Paths) -> None:
     log = Log()
     pair = Pair(slot="slot0", state=State.EXPOSED, generation=7, boot_id=procs.boot_id())
