@@ -21,6 +21,7 @@ import shutil
 import signal
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,15 @@ _KEPT = "the sandbox runs on and the previous checkpoint stays READY"
 _NEEDED = ("inventory.img", "pstree.img")  # an engine has answered "created" over an empty folder
 _TOO_NEW = 28
 _SHORT_S = 20.0
+# containerd writes the container's own settings beside each dump, and refuses bytes that it still has: those of the
+# dump before, which its collector has not taken away yet. One more dump was enough where it was seen (a busy host).
+_STALE = re.compile(r"content (sha256:[0-9a-f]{64}): already exists")
+_STALE_TRIES = 6
+_STALE_WAIT_S = 0.1
+
+
+class StaleContent(CheckpointIncomplete):
+    """The engine's own leftovers were in its way: nothing is wrong with the sandbox."""
 
 
 class DockerApi:
@@ -147,6 +157,15 @@ class ApiDumper:
             shutil.copyfile(image, plan.images / image.name)
 
     def _create(self, plan: DumpPlan, name: str, moment: Moment) -> None:
+        for _ in range(_STALE_TRIES - 1):
+            try:
+                self._create_once(plan, name, moment)
+                return
+            except StaleContent:
+                time.sleep(_STALE_WAIT_S)  # still frozen: a thaw would only make the moment longer
+        self._create_once(plan, name, moment)
+
+    def _create_once(self, plan: DumpPlan, name: str, moment: Moment) -> None:
         try:
             self._api.create(plan.container_id, name, plan.timeout_s)
         except EngineAway as why:
@@ -173,6 +192,12 @@ class ApiDumper:
         why = said.splitlines()[0][:300] + (first_error(Path(log[1]).parent, Path(log[1]).name) if log else "")
         if any(os.strerror(code).lower() in said.lower() for code in FULL):
             return CheckpointIncomplete(f"no space left for the dump: {why}", kept=_KEPT, remedy="free disk space")
+        if stale := _STALE.search(said):
+            return StaleContent(
+                f"containerd still has what the dump before this one left: {why}",
+                kept=_KEPT,
+                remedy=f"checkpoint again later; if it stays so: ctr -n moby content rm {stale[1]}",
+            )
         if "EOF" in said or "signal: killed" in said or "swrk" in said:
             moment.cut()
             return DumpCut(f"Docker's CRIU ended in the middle of a dump: {why}", kept=_KEPT)
