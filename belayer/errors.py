@@ -210,6 +210,11 @@ class DaemonUnreachable(BelayerError):
     code = ErrorCode.DAEMON_UNREACHABLE
 
 
+class OwnerComing(DaemonUnreachable):
+    """An owner lives and does not answer yet, and gets on with what it does first: it is waited for. A fault of
+    nothing."""
+
+
 class BadMessage(BelayerError):
     """Bytes that are no message of ours: too large, torn, of another type."""
 

@@ -59,6 +59,10 @@ class Paths:
         """What the next life of an owner must know; it means nothing after a reboot, as the memory is gone then."""
         return self.run / f"owner-{kind}.ledger"
 
+    def owner_progress(self, kind: str) -> Path:
+        """How far an owner is that does not answer yet (belayer.progress)."""
+        return self.run / f"owner-{kind}.progress"
+
     @property
     def zygote_sock(self) -> Path:
         return self.run / "zygote.sock"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from belayer import statefile
+from belayer import progress, statefile
 from belayer.clock import wall
 
 # By the name of its lock: what the daemon is called, and words of its command line that it is known by.
@@ -72,6 +72,9 @@ def why_silent(run: Path, name: str) -> str:
         how = "refused to start" if refused.final else f"could not start (exit {refused.code}; worth another try)"
         return f"{called} {how} {ago}: {refused.said}"
     if pid:
+        coming = progress.read(run / f"{name}.progress")
+        if coming is not None and coming.pid == pid:
+            return f"{called} does not answer yet: {coming}"
         return f"{called} does not answer: pid {pid} is loading, or hangs"
     return f"{called} does not run"
 

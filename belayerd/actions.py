@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from belayer.errors import (
     Fenced,
     HandoverFailed,
     LeaseRefused,
+    OwnerComing,
     WorkerGone,
 )
 from belayer.messages.common import Done
@@ -46,7 +48,7 @@ from belayer.rpc import Client
 from belayerd import weights_gate
 from belayerd.gate import CPU, HealthGate
 from belayerd.handover import BY_ACTION, Action
-from belayerd.links import OwnerLink, WorkerLink, how_ended
+from belayerd.links import Moving, OwnerLink, WorkerLink, how_ended
 from belayerd.pair import Ref
 
 _LOOK_S = 0.002
@@ -57,7 +59,8 @@ REPORT_S = 30.0  # how long step 5 is waited for, for its figure
 
 class Target(msgspec.Struct, kw_only=True):
     """What an action works on. ``link``: of the worker being promoted; ``old_pidfd``: None when it has ended.
-    ``reason``: a planned handover is not counted as a death of the requests on board (poison bound)."""
+    ``reason``: a planned handover is not counted as a death of the requests on board (poison bound). ``moving``: how
+    far the worker is with a weight version."""
 
     slot: str
     model: str
@@ -69,6 +72,7 @@ class Target(msgspec.Struct, kw_only=True):
     oracle: Oracle | None
     reason: str
     device: str = CPU
+    moving: Moving = lambda: None
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ class Actions:
         self._paths, self._router, self._cgroups, self._gate = paths, router, cgroups, gate
         self._step_s, self._fence_s = limits.step_deadline_s, limits.fence_deadline_s
         self._follow_s = limits.follow_deadline_s
-        self.weights = OwnerLink(paths, "weights", self._step_s)
-        self.kv = OwnerLink(paths, "kv", self._step_s)
+        self.weights = OwnerLink(paths, "weights", self._step_s, limits.owner_deadline_s)
+        self.kv = OwnerLink(paths, "kv", self._step_s, limits.owner_deadline_s)
         self.held: set[str] = set()  # models whose bytes may be changing (belayerd.updates)
         self._table: dict[Action, Callable[[Target], Awaitable[str | Performed]]] = {
             Action.UNREGISTER: self._unregister,
@@ -111,9 +115,10 @@ class Actions:
 
     async def perform(self, action: Action, target: Target) -> Performed:
         deadline = self._fence_s + 1 if BY_ACTION[action].fence_deadline else self._step_s
-        deadline += self._follow_s if action is Action.OWNERS else 0.0
+        if action is Action.OWNERS:  # each of its waits has a bound, one of them by how long nothing moves
+            deadline = math.inf
         try:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(None if math.isinf(deadline) else deadline):
                 done = await self._table[action](target)
                 return done if isinstance(done, Performed) else Performed(done)
         except TimeoutError as why:
@@ -173,12 +178,19 @@ class Actions:
         worker = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
         if worker.weight_version < info.version:
             # An update was committed while this one was a shadow: it follows now, and its oracle counts for all later.
-            await target.link.call(FollowWeights(version=info.version), OracleReply, self._follow_s)
+            await self._follow(target.link, target.moving, info.version)
             worker = await target.link.call(WorkerStatus(), WorkerStatusReply, self._step_s)
         weights_gate.same_or_refuse(parts, worker)
         said = f"weights pid {weights.pid} v{info.version} {info.digest[:12]}, kv pid {kv.pid}"
         # Also when it followed in an attempt whose end nobody heard: an older oracle must not be asked for again.
         return Performed(said, worker.oracle)
+
+    async def _follow(self, link: WorkerLink, moving: Moving, version: int) -> None:
+        try:
+            await link.call(FollowWeights(version=version), OracleReply, self._follow_s, moving)
+        except DaemonUnreachable as why:  # its owner, not itself: killed in the middle
+            await self.weights.status()
+            raise OwnerComing(f"the owner came back while the worker followed: {why}") from why
 
     async def _health(self, target: Target) -> str:
         assert target.link is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,9 +13,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from belayer import wire
+from belayer import progress, wire
 from belayer.clock import monotonic
-from belayer.errors import BelayerError, DaemonUnreachable, WorkerFailed, WorkerGone
+from belayer.errors import BelayerError, DaemonUnreachable, OwnerComing, WorkerFailed, WorkerGone
 from belayer.messages.owner import (
     ArenaInfo,
     BeginFence,
@@ -33,9 +34,11 @@ from belayer.rpc import decode_reply
 from belayer.seqpacket import SeqClient
 
 R = TypeVar("R", bound=msgspec.Struct)
+Moving = Callable[[], object]
 
 _PATIENCE = 0.8  # of a step's deadline: an owner that stays away is the error, not the deadline that it ran into
 _AGAIN_S = 0.05
+_GLANCE_S = 0.5  # at how far a worker is that takes long
 _IDENTITY = b"belayerd"  # the worker tells its control peer from router fronts by this
 
 
@@ -58,8 +61,11 @@ class WorkerLink:
         self._gone = False
         self._reader = asyncio.create_task(self._receive())
 
-    async def call(self, message: msgspec.Struct, reply: type[R], within: float) -> R:
-        """Raises WorkerFailed after ``within`` seconds, WorkerGone as soon as the worker has ended."""
+    async def call(
+        self, message: msgspec.Struct, reply: type[R], within: float, moving: Moving | None = None
+    ) -> R:
+        """Raises WorkerFailed after ``within`` seconds, WorkerGone as soon as the worker has ended. ``moving``: differs
+        whenever the worker has got on with what it was asked; ``within`` then counts how long that stood still."""
         if self._gone:
             raise self._has_ended()
         self._next += 1
@@ -69,10 +75,14 @@ class WorkerLink:
         try:
             async with asyncio.timeout(within):
                 await self._socket.send_multipart([b"ctl", call, wire.encode(message)])
-                data = await future
+                if moving is None:
+                    data = await future
+            if moving is not None:
+                data = await _while_moving(future, within, moving)
         except TimeoutError as why:
+            stood = f", and stood still at {moving()!r}" if moving is not None else ""
             raise WorkerFailed(
-                f"worker at {self._path.stem} did not answer {type(message).__name__} in {within:g} s"
+                f"worker at {self._path.stem} did not answer {type(message).__name__} in {within:g} s{stood}"
             ) from why
         finally:
             self._waiting.pop(call, None)
@@ -100,6 +110,18 @@ class WorkerLink:
         self.gone()
         self._reader.cancel()
         self._socket.close()
+
+
+async def _while_moving(future: asyncio.Future[bytes], within: float, moving: Moving) -> bytes:
+    seen, since = moving(), monotonic()
+    while not future.done():
+        if (now := moving()) != seen:
+            seen, since = now, monotonic()
+        left = since + within - monotonic()
+        if left <= 0:
+            raise TimeoutError
+        await asyncio.wait({future}, timeout=min(left, _GLANCE_S))
+    return future.result()
 
 
 def spawn(paths: Paths, message: SpawnWorker, within: float) -> tuple[Spawned, int]:
@@ -132,13 +154,23 @@ def how_ended(paths: Paths, worker_id: str, within: float) -> str:
 
 class OwnerLink:
     """Admin connection to one owner; made anew for each call, so that an owner's restart is no special case. An owner
-    that is away is waited for: it comes back with everything, and a handover that gave up would quarantine its slot."""
+    that is away is waited for: it comes back with everything, and a handover that gave up would quarantine its slot.
 
-    def __init__(self, paths: Paths, kind: str, within: float) -> None:
+    How long depends on what it says of itself (belayer.progress): one that is on the way and gets on is OwnerComing,
+    however long that takes; one that stands still for ``stands_s``, or that nobody has started, is unreachable."""
+
+    def __init__(self, paths: Paths, kind: str, within: float, stands_s: float) -> None:
         self._path, self._within = paths.owner_sock(kind), within
+        self._progress, self._patience = paths.owner_progress(kind), progress.Patience(stands_s)
+        self._called = f"gpuowner@{kind}"
 
     async def status(self, *, wait: bool = True) -> OwnerStatusReply:
         return await self._call(OwnerStatus(), OwnerStatusReply, wait)
+
+    def coming(self) -> str:
+        """How far an owner is that does not answer yet, "" when none is on the way."""
+        seen = progress.read(self._progress)
+        return f"{self._called} is coming back: {seen}" if self._patience.moves(seen, monotonic()) else ""
 
     # Each of these carries what the caller saw: where the owner, or the arena, has moved on since, it is Fenced.
 
@@ -169,10 +201,20 @@ class OwnerLink:
         while True:
             try:
                 return await asyncio.to_thread(self._blocking, message, reply)
-            except DaemonUnreachable:
+            except DaemonUnreachable as why:
+                coming = self.coming()
                 if monotonic() >= end:
-                    raise
+                    raise self._away(coming, why) from why
             await asyncio.sleep(_AGAIN_S)
+
+    def _away(self, coming: str, why: DaemonUnreachable) -> DaemonUnreachable:
+        if coming:
+            return OwnerComing(coming, kept="all that it holds", remedy="nothing: it is waited for")
+        seen = progress.read(self._progress)
+        if seen is None:
+            return why
+        stood = f"{self._called} does not get on: {seen}, for {self._patience.stood_s(monotonic()):.0f} s now"
+        return DaemonUnreachable(stood, kept="what its store holds", remedy=f"kill pid {seen.pid}: the next life adopts")
 
     def _blocking(self, message: Any, reply: type[R]) -> R:
         client = SeqClient(self._path, self._within)

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from belayer.clock import monotonic
-from belayer.errors import DaemonUnreachable
+from belayer.errors import DaemonUnreachable, OwnerComing
 from belayer.messages.owner import OwnerStatusReply
 
 _EVERY_S = 0.1
@@ -32,8 +32,9 @@ def unsealed(model: str, owner: OwnerStatusReply | None) -> str:
 
 
 class Sealed:
-    """``tell(model, why)`` is called once for a model that is not whole after ``patience_s``. ``waits``: why, by model.
-    ``seen``: models that were whole once; later an owner's absence is the gate's affair."""
+    """``tell(model, why)`` is called once for a model that is not whole after ``patience_s``, in which its owner did not
+    get on with anything. ``waits``: why, by model. ``seen``: models that were whole once; later an owner's absence is
+    the gate's affair."""
 
     def __init__(
         self,
@@ -50,10 +51,13 @@ class Sealed:
     async def wait(self, model: str) -> None:
         began = monotonic()
         while model not in self.seen:
-            why = unsealed(model, await self._answer())
+            coming, owner = await self._answer()
+            why = coming or unsealed(model, owner)
             if not why:
                 self.seen.add(model)
                 break
+            if coming:
+                began = monotonic()
             self.waits[model] = f"waits for its weights: {why}"
             if monotonic() - began >= self._patience_s and model not in self._told:
                 self._told.add(model)
@@ -62,8 +66,11 @@ class Sealed:
             await asyncio.sleep(_EVERY_S)
         self.waits.pop(model, None)
 
-    async def _answer(self) -> OwnerStatusReply | None:
+    async def _answer(self) -> tuple[str, OwnerStatusReply | None]:
+        """How far an owner is that is on its way, and what one says that answers."""
         try:
-            return await self._status()
+            return "", await self._status()
+        except OwnerComing as why:
+            return why.message, None
         except DaemonUnreachable:
-            return None
+            return "", None

@@ -16,7 +16,7 @@ from belayer import procs, refusals, statefile
 from belayer.clock import wall
 from belayer.config import Config
 from belayer.daemon import OnlyOne, new_instance, notify
-from belayer.errors import BelayerError, Refused, SlotUnknown
+from belayer.errors import BelayerError, OwnerComing, Refused, SlotUnknown
 from belayer.messages.common import Done, FaultProof, Ping, Pong
 from belayer.messages.control import (
     BeginWeightsUpdate,
@@ -142,6 +142,17 @@ class Supervisor:
         while model in self._actions.held:  # noqa: ASYNC110 a set of names, which nobody is told of
             await asyncio.sleep(0.1)
         await self._sealed.wait(model)
+        await self._until_owner_answers()
+
+    async def _until_owner_answers(self) -> None:
+        """A worker that finds no owner ends, and a few of those end the slot. Raises DaemonUnreachable for one that
+        does not come back."""
+        while True:
+            try:
+                await self._actions.weights.status()
+            except OwnerComing:
+                continue  # it was waited for
+            return
 
     def _tell_unsealed(self, model: str, why: str) -> None:
         for slot in self._slots.values():
@@ -157,7 +168,8 @@ class Supervisor:
     def _view(self, slot: SlotShell) -> SlotView:
         view = slot.view()
         waits = "" if view.workers else self._sealed.waits.get(slot.model, "")
-        return msgspec.structs.replace(view, reason=view.reason or waits)
+        coming = "" if view.protected else self._actions.weights.coming()
+        return msgspec.structs.replace(view, reason=view.reason or waits or coming)
 
     async def _sweep_orphans(self) -> None:
         """Kill workers that no saved pair knows: a belayerd was killed between the fork and the save."""

@@ -16,7 +16,7 @@ import zmq.asyncio
 from belayer import procs
 from belayer.clock import Stopwatch, monotonic, wall
 from belayer.config import Policy, Slot
-from belayer.errors import BelayerError, HandoverFailed, Refused, WeightsTorn, WorkerGone
+from belayer.errors import BelayerError, HandoverFailed, OwnerComing, Refused, WeightsTorn, WorkerGone
 from belayer.ids import new_incident_id, new_worker_id
 from belayer.messages.control import Incident, SlotView, StepTiming
 from belayer.messages.router import ResumeReport
@@ -290,6 +290,7 @@ class SlotShell:
             oracle=self.pair.oracle,
             reason=self._reason(),
             device=self.config.device,
+            moving=worker.moving if worker else lambda: None,
         )
         watch = Stopwatch()
         try:
@@ -305,7 +306,7 @@ class SlotShell:
                 serial=effect.serial,
                 reason=str(why),
                 worker_gone=gone,
-                not_yet=isinstance(why, WeightsTorn),
+                not_yet=isinstance(why, WeightsTorn | OwnerComing),
             )
             self._inbox.put_nowait(failed)
             return
@@ -426,6 +427,7 @@ class SlotShell:
             generation=self.pair.generation,
             version=self._versions.get(ref.worker_id, known),
             paused=pulse is not None and pulse.phase == PAUSED,
+            moving=watched.moving,
         )
 
     def settled(self) -> bool:

@@ -22,19 +22,21 @@ from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate, SlotW
 from belayer.messages.owner import OwnerStatusReply, WeightsInfo
 from belayer.messages.worker import FollowWeights, OracleReply, Pause, Proceed, WorkerStatus, WorkerStatusReply
 from belayerd import weights_gate
-from belayerd.links import OwnerLink, WorkerLink
+from belayerd.links import Moving, OwnerLink, WorkerLink
 from belayerd.weights_gate import Parts
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One worker of a slot as an update sees it. ``version``: of the weights that it maps, as far as is known."""
+    """One worker of a slot as an update sees it. ``version``: of the weights that it maps, as far as is known.
+    ``moving``: how far it is with the next one."""
 
     worker_id: str
     link: WorkerLink
     generation: int
     version: int
     paused: bool
+    moving: Moving = lambda: None
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ class Updates:
             if is_main and not status.paused:
                 await seat.link.call(Pause(generation=seat.generation), Done, step)
             message = FollowWeights(version=version)
-            reply = await seat.link.call(message, OracleReply, self._limits.follow_deadline_s)
+            reply = await seat.link.call(message, OracleReply, self._limits.follow_deadline_s, seat.moving)
             # Rank by rank: before it takes a step for anybody.
             weights_gate.same_or_refuse(parts, await seat.link.call(WorkerStatus(), WorkerStatusReply, step))
         elif seat.version < version and status.oracle is not None:

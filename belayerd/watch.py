@@ -13,6 +13,7 @@ from belayer import procs
 from belayer.clock import monotonic
 from belayer.heartbeat import Observation, Watch
 from belayer.ids import slot_of
+from belayer.messages.worker import FOLLOWS
 from belayer.paths import Paths
 from belayerd import policy
 from belayerd.links import WorkerLink
@@ -75,6 +76,12 @@ class Watched:
                 for pid in self._processes()
             ]
         )
+
+    def moving(self) -> str:
+        """How far it is with a weight version that it verifies and maps, as its beat says; "" otherwise: what beats and
+        does not get on with that is no reason to wait for it."""
+        pulse = self.seen.pulse
+        return pulse.phase if pulse is not None and pulse.phase.startswith(FOLLOWS) else ""
 
     def _processes(self) -> list[int]:
         """The worker that beats, then its other ranks: it sleeps in a step while one of them computes."""

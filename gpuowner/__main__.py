@@ -20,9 +20,11 @@ from belayer.config import Config, load
 from belayer.daemon import OnlyOne, Told, new_instance, notify, run, say, serve_until
 from belayer.errors import BelayerError, ConfigInvalid, HostUnfit
 from belayer.paths import Paths
+from belayer.progress import Teller
 from gpuowner.backends.choice import maker_for
 from gpuowner.keeping import StoreLost
 from gpuowner.ledger import WeightsRow
+from gpuowner.recipes import ASK_DEADLINE_S
 from gpuowner.service import Service
 from gpuowner.store import Found, HolderStore, SystemdStore, end_holder
 from gpuowner.vault import Vault
@@ -66,10 +68,14 @@ def open_store(paths: Paths, kind: str, choice: str) -> tuple[HolderStore | Syst
         ) from why
 
 
-def _load_model(vault: Vault, name: str, rank: int, source: Source, logger: Any) -> None:
+def _load_model(vault: Vault, name: str, rank: int, source: Source, logger: Any, teller: Teller) -> None:
     last: WeightsRow | None = vault.to_load.get((name, rank))
+    part = f"{name}, rank {rank}" if source.ranks > 1 else name
+    # Until its first bytes are there it may be vLLM that is asked how the model lies, which has a bound of its own.
+    teller.tell(f"loads {part}", within_s=ASK_DEADLINE_S)
 
     def progress(done: int, nbytes: int, rate: float) -> None:
+        teller.tell(f"loads {part}", done, nbytes)
         logger.info("loading", model=name, mb=round(done / 1e6), of=round(nbytes / 1e6), mb_per_s=round(rate))
         notify(f"STATUS=loading {name}: {done >> 20} of {nbytes >> 20} MiB, {rate:.0f} MB/s")
 
@@ -84,12 +90,14 @@ def _load_model(vault: Vault, name: str, rank: int, source: Source, logger: Any)
 
 async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, paths: Paths) -> None:
     logger = log.setup(f"gpuowner-{kind}")
+    teller = Teller(paths.owner_progress(kind))
+    teller.tell("starts")
     maker = maker_for(config.gpuowner.memory, kind)
     store, found = open_store(paths, kind, choice)
     slots = frozenset(slot.name for slot in config.slot)
     vault = Vault(next_generation(paths, kind), paths.owner_ledger(kind), store, logger.info, maker, slots)
     wanted = sources(config) if kind == "weights" else {}
-    vault.revive(found, wanted)
+    vault.revive(found, wanted, teller.tell)
     for said in vault.adopted:
         logger.info("adopted", what=said)
     for said in vault.lost:
@@ -97,10 +105,11 @@ async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, pat
     for name, source in wanted.items():
         for rank in range(source.ranks):
             if (name, rank) not in vault.models.entries:
-                _load_model(vault, name, rank, source, logger)
+                _load_model(vault, name, rank, source, logger, teller)
     reopen = None if choice == "systemd" else lambda: HolderStore(paths.owner_holder_sock(kind))
     service = Service(kind, paths.owner_sock(kind), vault, new_instance(), logger.info, reopen)
     service.listen()
+    teller.over()
     notify("READY=1\nSTATUS=serving")
     logger.info("serving", kind=kind, generation=vault.generation, store=store.describe())
     await serve_until(stop, service.serve())

@@ -24,7 +24,7 @@ from belayer.clock import Stopwatch
 from belayer.errors import BelayerError, DaemonUnreachable, OwnerGone, WeightsBroken
 from belayer.messages import owner as m
 from belayer.seqpacket import SeqClient
-from gpuowner.digest import first_difference
+from gpuowner.digest import Told, first_difference, nobody
 from gpuowner.vmem import MAP_NORESERVE, MAP_PRIVATE, MAP_SHARED, PROT_READ, PROT_WRITE, Mapping
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -190,8 +190,9 @@ class WeightsView:
             self._client.call(self._mapped(self._client.welcome.owner_generation), m.WeightsInfo)
         return same
 
-    def follow(self, threads: int = 1) -> bool:
-        """Map the owner's last version at the same address; False when it was mapped already.
+    def follow(self, threads: int = 1, told: Told = nobody) -> bool:
+        """Map the owner's last version at the same address; False when it was mapped already. ``told`` hears how much
+        of it is verified.
 
         Its bytes are verified before they take the place of the old ones, which nothing may read meanwhile. Raises as
         ``verify_version``, and WeightsBroken when the tensors of the new version lie elsewhere; the mapping is then as
@@ -199,7 +200,7 @@ class WeightsView:
         grant, layout, fd = _attach(self._client, self.grant.model, self.grant.rank)
         try:
             if os.fstat(fd).st_ino == self._memory:
-                _equal_or_refuse(self.mapping, grant, threads)
+                _equal_or_refuse(self.mapping, grant, threads, told)
                 self.grant = grant
                 return False
             if grant.nbytes != self.grant.nbytes or {spec.name: spec for spec in layout} != self.tensors:
@@ -210,7 +211,7 @@ class WeightsView:
                 )
             beside = Mapping(fd, grant.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
             try:
-                _equal_or_refuse(beside, grant, threads)
+                _equal_or_refuse(beside, grant, threads, told)
             finally:
                 beside.close()
             self.mapping.replace(fd, PROT_READ, MAP_SHARED | MAP_NORESERVE)
@@ -230,8 +231,8 @@ def _attach(client: OwnerClient, model: str, rank: int) -> tuple[m.WeightsGrant,
     return grant, layout, fds[0]
 
 
-def _equal_or_refuse(mapping: Mapping, grant: m.WeightsGrant, threads: int = 1) -> None:
-    bad = first_difference(mapping.buffer(), grant.chunk_digests, threads)
+def _equal_or_refuse(mapping: Mapping, grant: m.WeightsGrant, threads: int = 1, told: Told = nobody) -> None:
+    bad = first_difference(mapping.buffer(), grant.chunk_digests, threads, told)
     if bad is not None:
         raise WeightsBroken(
             f"weights of {grant.model} v{grant.version}: chunk {bad} differs from its digest",

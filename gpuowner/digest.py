@@ -7,11 +7,13 @@ the place that differs.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 CHUNK = 64 << 20
+
+Told = Callable[[int, int], None]  # bytes done, of how many
 
 
 def chunk_count(nbytes: int) -> int:
@@ -46,11 +48,20 @@ def root_digest(chunks: tuple[bytes, ...], nbytes: int) -> str:
     return whole.hexdigest()
 
 
-def first_difference(buffer: Any, expected: tuple[bytes, ...], threads: int = 1) -> int | None:
-    """Index of the first chunk whose digest differs from ``expected``, or None when all are equal."""
+def nobody(done: int, of: int) -> None:
+    """Nobody wants to hear how far it is."""
+
+
+def first_difference(
+    buffer: Any, expected: tuple[bytes, ...], threads: int = 1, told: Told = nobody
+) -> int | None:
+    """Index of the first chunk whose digest differs from ``expected``, or None when all are equal. ``told`` hears, in
+    the caller's own thread, how many bytes of how many are equal so far."""
+    nbytes = memoryview(buffer).nbytes
     count = 0
     for index, digest in enumerate(chunk_digests(buffer, threads)):
         if index >= len(expected) or digest != expected[index]:
             return index
         count = index + 1
+        told(min(count * CHUNK, nbytes), nbytes)
     return None if count == len(expected) else count

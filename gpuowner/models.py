@@ -19,6 +19,7 @@ from belayer.errors import BelayerError, Refused, WeightsBroken
 from belayer.messages import owner as m
 from gpuowner import core, making, together
 from gpuowner.backends.memfd import Memfd
+from gpuowner.digest import Told, nobody
 from gpuowner.keeping import Caller, Keeping, Key
 from gpuowner.ledger import WeightsRow
 from gpuowner.loader import Loaded, Progress
@@ -108,8 +109,8 @@ class Models:
             _set(parts, after)
             self._keeping.note()
 
-    def adopt(self, row: WeightsRow, fd: int, source: Source) -> ModelEntry:
-        """A part of the last life, all of it hashed. Raises OSError when the descriptor is not that memory. Not
+    def adopt(self, row: WeightsRow, fd: int, source: Source, told: Told = nobody) -> ModelEntry:
+        """A part of the last life, all of it hashed; ``told`` hears how far. Raises OSError when the descriptor is not that memory. Not
         persisted yet; ``level`` comes after all of them."""
         version = Version(
             memory=Memfd.adopt(fd, row.nbytes),
@@ -125,7 +126,7 @@ class Models:
             model=row.model, nbytes=row.nbytes, state=row.state, version=row.version, whole=row.whole,
             in_place=row.in_place, reason=row.reason,
         )  # fmt: skip
-        intact = row.whole and version.difference() is None
+        intact = row.whole and version.difference(told) is None
         after = core.weights_step(before, core.WeightsAdopted(owner=self._keeping.generation, intact=intact))
         entry = self.entries[row.model, row.rank] = ModelEntry(after, row.rank, source, version)
         return entry

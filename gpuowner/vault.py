@@ -8,7 +8,8 @@ nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gpuowner import ledger, resplit
 from gpuowner.arenas import ArenaEntry, Arenas
 from gpuowner.backends.choice import MemfdMaker
 from gpuowner.backends.port import Maker
+from gpuowner.digest import Told
 from gpuowner.keeping import Keeping, Key, Store
 from gpuowner.ledger import ArenaRow, Ledger, WeightsRow
 from gpuowner.models import Models
@@ -27,6 +29,24 @@ from gpuowner.version import Source
 
 def no_log(event: str, **fields: Any) -> None:
     """For vaults of tests and tools."""
+
+
+Tell = Callable[[str, int, int], None]  # what is done, bytes done, of how many
+
+
+def tell_nobody(doing: str, done: int, of: int) -> None:
+    """For vaults of tests and tools."""
+
+
+def _summed(tell: Tell, rows: Sequence[WeightsRow]) -> Callable[[WeightsRow], Told]:
+    """For each row, in their order, who hears how far it is: ``tell`` gets it as a part of them all."""
+    *befores, total = accumulate((row.nbytes for row in rows), initial=0)
+    before = {(row.model, row.rank): nbytes for row, nbytes in zip(rows, befores, strict=True)}
+
+    def told(row: WeightsRow) -> Told:
+        return lambda done, _: tell(f"verifies {row.model}", before[row.model, row.rank] + done, total)
+
+    return told
 
 
 class Vault:
@@ -75,10 +95,12 @@ class Vault:
         """An operator ends this life: what is not found at the next start was given up on purpose, not lost."""
         self._write(stopped=True)
 
-    def revive(self, found: dict[str, int], sources: Mapping[str, Source]) -> None:
+    def revive(self, found: dict[str, int], sources: Mapping[str, Source], tell: Tell = tell_nobody) -> None:
         """Adopt what the last life left; ``found``: descriptors by name, ours from now on. All weights are hashed
-        before this returns. ``to_load`` then has the rows of models whose memory is gone."""
+        before this returns; ``tell`` hears what is done, and how many bytes of how many of all of it. ``to_load`` then
+        has the rows of models whose memory is gone."""
         last = ledger.last(self._path)
+        told = _summed(tell, [row for row in last.weights if row.memory in found] if last else [])
         for arena in last.arenas if last else ():
             self._revive_arena(arena, found.pop(arena.memory, None))
         parted: dict[str, list[WeightsRow]] = {}
@@ -91,7 +113,7 @@ class Vault:
             if source is not None and resplit.other_parts(row, source):
                 parted.setdefault(row.model, []).append(row)
             stopped = last is not None and last.stopped
-            again = self._revive_model(row, found.pop(row.memory, None), sources, stopped=stopped)
+            again = self._revive_model(row, found.pop(row.memory, None), sources, told(row), stopped=stopped)
             if again is not None:
                 self.to_load[row.model, row.rank] = again
         for model in {name for name, _ in self.models.entries}:
@@ -138,7 +160,7 @@ class Vault:
             self.adopted.append(f"{said}, holder {entry.arena.who}" if entry.arena.who else said)
 
     def _revive_model(
-        self, row: WeightsRow, fd: int | None, sources: Mapping[str, Source], *, stopped: bool
+        self, row: WeightsRow, fd: int | None, sources: Mapping[str, Source], told: Told, *, stopped: bool
     ) -> WeightsRow | None:
         """The row to load again, or None. ``stopped``: the last life was stopped by an operator."""
         source = sources.get(row.model)
@@ -152,7 +174,7 @@ class Vault:
                 name = f"weights {row.model} v{row.version}"
                 self.lost.append(f"{name}: their memory died with the last owner and its store")
             return msgspec.structs.replace(row, from_files=stopped or (row.from_files and row.whole))
-        entry = self.models.adopt(row, fd, source)
+        entry = self.models.adopt(row, fd, source, told)
         self.keeping.held[row.memory] = fd
         self.adopted.append(f"weights {row.model} {entry.weights.state.value} v{entry.weights.version}")
         return None

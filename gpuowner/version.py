@@ -11,7 +11,7 @@ from belayer.messages import owner as m
 from gpuowner import core
 from gpuowner.backends.memfd import Memfd
 from gpuowner.copying import default_threads
-from gpuowner.digest import first_difference
+from gpuowner.digest import Told, first_difference, nobody
 from gpuowner.keeping import resident
 from gpuowner.ledger import WeightsRow
 from gpuowner.loader import Loaded, Progress, load
@@ -58,7 +58,7 @@ class Version:
     load_ms: float = 0.0
     mb_per_s: float = 0.0
 
-    def difference(self) -> int | None:
+    def difference(self, told: Told = nobody) -> int | None:
         """Hash everything; the first chunk that differs from its digest, or None. Slow: for a thread."""
         fd = self.memory.reader_fd()
         try:
@@ -66,7 +66,7 @@ class Version:
         finally:
             os.close(fd)
         try:
-            return first_difference(mapping.buffer(), self.chunks, default_threads())
+            return first_difference(mapping.buffer(), self.chunks, default_threads(), told)
         finally:
             mapping.close()
 

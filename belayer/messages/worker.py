@@ -10,6 +10,7 @@ from belayer.messages.common import Done, ErrorReply, Message, Ping, Pong
 
 # Phases of a heartbeat: paused by belayerd for an update of the weights; by whoever called the engine's own pause.
 PAUSED, HELD = "paused", "paused by a call"
+FOLLOWS = "weights v"  # and the version that it verifies, and how far it is: what is waited for while it moves
 
 
 class WorkerState(StrEnum):

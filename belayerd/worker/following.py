@@ -7,11 +7,14 @@ changing, and belayerd sees to it that no pause is forgotten.
 
 from __future__ import annotations
 
+from functools import partial
+
 from belayer.clock import Stopwatch
 from belayer.errors import Fenced, Refused, WeightsBroken
 from belayer.messages import worker as m
 from belayer.messages.common import Done
 from belayerd.worker.adapter.core import Core
+from belayerd.worker.adapter.seat import seat
 from belayerd.worker.adapter.weights import move_engine
 from belayerd.worker.heart import Heart
 from belayerd.worker.standby import take_oracle
@@ -46,7 +49,8 @@ class Following:
         if serving and not self.paused:
             raise Refused("this main takes steps: pause it first", kept=f"weights v{self._weights.grant.version}")
         watch = Stopwatch()
-        self._heart.announce(f"weights v{version}", _VERIFY_S)
+        self._announce(version, 0, 0)
+        seat().verified = partial(self._announce, version)
         paused, self.paused = self.paused, True
         moved = move_engine(self._core)
         if moved.now != version:
@@ -54,6 +58,11 @@ class Following:
         oracle, _ = take_oracle(self._core, self._vocab, moved.now)
         self.paused = paused and serving
         return m.OracleReply(oracle=oracle, equal=True, ms=watch.ms())
+
+    def _announce(self, version: int, done: int, of: int) -> None:
+        """A beat for every chunk that is verified: who waits counts how long they stood still."""
+        how_far = f": {done / 1e9:.2f} of {of / 1e9:.2f} GB" if of else ""
+        self._heart.announce(f"{m.FOLLOWS}{version}{how_far}", _VERIFY_S)
 
 
 def _same(mine: int, generation: int) -> None:

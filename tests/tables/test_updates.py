@@ -87,7 +87,7 @@ class Slot:
 
     def try_again(self) -> None: ...
 
-    async def call(self, message: msgspec.Struct, reply: type[Any], within: float) -> Any:
+    async def call(self, message: msgspec.Struct, reply: type[Any], within: float, moving: Any = None) -> Any:
         self.orders.append(type(message).__name__)
         match message:
             case Pause():
@@ -117,11 +117,11 @@ class LongStep(Slot):
     def seats(self) -> tuple[Seat | None, Seat | None]:
         return (None, None) if self.gone else super().seats()
 
-    async def call(self, message: msgspec.Struct, reply: type[Any], within: float) -> Any:
+    async def call(self, message: msgspec.Struct, reply: type[Any], within: float, moving: Any = None) -> Any:
         if isinstance(message, Pause):
             self.within, self.gone = within, self.dies
             raise WorkerGone("it has ended") if self.gone else WorkerFailed("no answer")
-        return await super().call(message, reply, within)
+        return await super().call(message, reply, within, moving)
 
 
 class FollowedUnheard(Slot):
@@ -138,8 +138,8 @@ class FollowedUnheard(Slot):
     def followed(self, worker_id: str, reply: OracleReply) -> None:
         self.on_file = reply.oracle.weight_version
 
-    async def call(self, message: msgspec.Struct, reply: type[Any], within: float) -> Any:
-        answer = await super().call(message, reply, within)
+    async def call(self, message: msgspec.Struct, reply: type[Any], within: float, moving: Any = None) -> Any:
+        answer = await super().call(message, reply, within, moving)
         if isinstance(answer, WorkerStatusReply):
             return msgspec.structs.replace(answer, oracle=Oracle(weight_version=2, token=1, logprob=0.0))
         return answer

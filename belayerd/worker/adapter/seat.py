@@ -14,6 +14,7 @@ from belayer.errors import BelayerError
 from belayerd.worker.adapter.bound import Bound
 from belayerd.worker.ranks import Mapped, Ranks
 from gpuowner.attach import ArenaView, WeightsView
+from gpuowner.digest import Told, nobody
 
 
 @dataclass
@@ -21,7 +22,8 @@ class Seat:
     """``scheduled`` is called inside each step, before the model runs, with its number of tokens; ``stepped`` after
     the step. ``bound``: what became of the model's tensors, once they are loaded. ``ranks``: the other processes of a
     tensor-parallel worker, in its leader; ``meet``: the file where they meet; ``others``: what they said last
-    that they map of the weights. ``packed``: the slot wants its matrices in the CPU kernel's own form too."""
+    that they map of the weights. ``packed``: the slot wants its matrices in the CPU kernel's own form too.
+    ``verified`` hears how many bytes of how many of another weight version are verified."""
 
     weights: WeightsView
     arena: ArenaView
@@ -32,6 +34,7 @@ class Seat:
     meet: Path | None = None
     others: tuple[Mapped, ...] = ()
     packed: bool = False
+    verified: Told = nobody
 
 
 _seat: list[Seat] = []

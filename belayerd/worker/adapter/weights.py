@@ -214,7 +214,7 @@ def follow(model: nn.Module, view: WeightsView, bound: Bound, threads: int = 1) 
     The caller has stopped stepping. Raises as ``WeightsView.follow``; a WeightsBroken after the remap says so, and the
     engine must not step again."""
     watch, was = Stopwatch(), view.grant.version
-    remapped = view.follow(threads)
+    remapped = view.follow(threads, seat().verified)
     for layer, module in _expert_layers(model).items():
         _pack_again(layer, module, view)
     _fill_buffers(model, view)
