@@ -109,11 +109,15 @@ async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, pat
     reopen = None if choice == "systemd" else lambda: HolderStore(paths.owner_holder_sock(kind))
     service = Service(kind, paths.owner_sock(kind), vault, new_instance(), logger.info, reopen)
     service.listen()
-    teller.over()
     notify("READY=1\nSTATUS=serving")
     logger.info("serving", kind=kind, generation=vault.generation, store=store.describe())
-    await serve_until(stop, service.serve())
+    await serve_until(stop, service.serve(), _answers(teller))
     vault.stop()
+
+
+async def _answers(teller: Teller) -> None:
+    """After the first turn of the service: who asks from here on is answered."""
+    teller.over()
 
 
 def release(paths: Paths, kind: str) -> int:

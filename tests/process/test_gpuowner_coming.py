@@ -7,7 +7,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -118,7 +117,7 @@ def test_slots_without_workers_say_why_and_alert_nobody_while_it_gets_on(host: O
 
 def in_a_handover(host: Owners, body: Callable[[SlotShell], Awaitable[None]], policy: Policy) -> p.Pair:
     """A belayerd that finds its slot at the gate "owners", the candidate alive."""
-    candidate = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+    candidate = subprocess.Popen(["sleep", "3600"], start_new_session=True)
     shadow = p.Ref(worker_id="slot0-000000bb", pid=candidate.pid, start_time=procs.start_time(candidate.pid))
     running = p.Running(
         incident_id="inc-1", cause=p.Cause.DEATH, detail="killed", plan=HANDOVER, done=HANDOVER.index(Action.OWNERS),
@@ -175,7 +174,7 @@ def test_a_handover_waits_for_an_owner_that_gets_on_and_quarantines_nothing(host
         def waited() -> bool:
             assert shell.pair.state is p.State.HANDOVER, shell.pair.reason
             assert shell.pair.running is not None
-            return shell.pair.running.serial >= 5
+            return shell.pair.running.serial >= 4
 
         await asyncio.to_thread(eventually, waited, what="the gate is tried again and again")
         await asyncio.to_thread(eventually, lambda: "verifies m" in shell.view().reason, what="why", every=0.001)
@@ -185,7 +184,7 @@ def test_a_handover_waits_for_an_owner_that_gets_on_and_quarantines_nothing(host
             eventually, lambda: "did not answer WorkerStatus" in shell.pair.reason, what="the owner answers the gate"
         )
 
-    in_a_handover(host, body, Policy(step_deadline_s=0.2, fence_deadline_s=60.0))
+    in_a_handover(host, body, Policy(step_deadline_s=1.0, fence_deadline_s=60.0))
 
 
 def test_a_handover_gives_up_on_an_owner_that_stands_still(host: Owners) -> None:
