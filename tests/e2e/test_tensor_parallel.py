@@ -6,13 +6,12 @@ One host with one slot of two ranks serves all tests of this module. Each test l
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,13 @@ import pytest
 from belayer import procs
 from belayer.errors import Refused, WeightsTorn
 from belayer.localhost import LocalHost, demo_config, free_port
-from belayer.messages import owner as o
 from belayer.messages.control import HostStatusReply
-from gpuowner.attach import OwnerClient
-from gpuowner.update import begin_update
 from tests.e2e.test_host import ctl, facts, slot
 from tests.e2e.test_kv_reuse import cached
+from tests.e2e.test_trainer_group import Group
 from tests.e2e.test_weight_updates import MODEL, ONE, TWO, begin, end, paused, publish
 from tests.support.rank_host import all_follow, arenas, descriptors, group_of, laid_out, leader, rank_of, send, weights
+from tests.support.rank_updates import abandoned, killed_before_its_commit, long_stream, mapped, updated, whole, writing
 from tests.support.saboteurs import SaboteurHost
 from tests.support.streams import Stream, completion
 from tests.support.wait import eventually, remove_tree
@@ -42,7 +40,6 @@ LOGS = CACHE / "logs/test_tensor_parallel"
 HANG_S = 1.5
 SLOT = f"tensor_parallel = 2\nhang_limit_s = {HANG_S}\nkv_bytes = {32 << 20}\nmax_model_len = 512\n"
 TOKENS = 120
-LONG = completion(200, ignore_eos=True)
 PROMPT = [(7 * i + 3) % 1000 for i in range(300)]  # it begins as the prompt that a worker warms up with
 FRONT = 500  # client index of a front of ours, beside the router's
 BODIES: dict[str, dict[str, Any]] = {
@@ -230,20 +227,6 @@ def greedy(host: LocalHost) -> Any:
     return facts(stream(host, "greedy").result(120))
 
 
-def long_stream(host: LocalHost) -> Stream:
-    made = Stream(host.status().router_url, "/v1/completions", LONG)
-    made.start()
-    eventually(lambda: len(made.seen.token_ids) >= 8, what="tokens")
-    return made
-
-
-def whole(made: Stream) -> None:
-    """It came to its end, over the update."""
-    seen = made.result(180)
-    assert (seen.error, seen.errors, seen.finishes, seen.done) == (None, [], ["length"], 1)
-    assert len(seen.token_ids) == LONG["max_tokens"]
-
-
 @pytest.fixture(scope="module")
 def truth_two(host: LocalHost, truth: dict[str, Any]) -> Any:
     """What the other weights say; the first ones are back afterwards."""
@@ -267,24 +250,6 @@ def other(host: LocalHost, truth: dict[str, Any], truth_two: Any) -> tuple[Path,
     return (ONE, truth["greedy"]) if two else (TWO, truth_two)
 
 
-def own(host: LocalHost) -> dict[str, str]:
-    """Of a trainer's process on this host."""
-    return {**os.environ, "BELAYER_ROOT": str(host.root), "PYTHONPATH": str(Path(__file__).parents[2])}
-
-
-def updated(host: LocalHost, folder: Path, mode: str) -> None:
-    """By the command; a stream goes on over it."""
-    version = weights(host)[0].version
-    running = long_stream(host)
-    command = [sys.executable, "-m", "gpuowner.publish", MODEL, str(folder), "--mode", mode]
-    done = subprocess.run(command, env=own(host), capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"{MODEL} v{version + 1} is served" in done.stdout
-    all_follow(host, version + 1)
-    assert [row.digest for row in weights(host)] == laid_out(host, folder)
-    whole(running)
-
-
 def test_an_update_in_place_is_of_all_ranks(host: LocalHost, truth: dict[str, Any], truth_two: Any) -> None:
     folder, said = other(host, truth, truth_two)
     updated(host, folder, "in_place")
@@ -304,15 +269,13 @@ def test_a_group_killed_around_an_update_is_followed_by_one_on_the_new_version(
     begin(host)
     paused(host)
     assert running.is_alive(), "no step is taken, so it goes on over the update"
-    client = OwnerClient(host.paths.owner_sock("weights"), o.Role.LOADER, "test", timeout=120.0)
     if when == "before":
         send(victim, signal.SIGKILL)
-    with begin_update(client, MODEL, whole=True) as update:
+    with writing(host) as update:
         if when == "inside":
             send(victim, signal.SIGKILL)
         update.write_folder(folder)
         update.commit()
-    client.close()
     if when == "after":
         send(victim, signal.SIGKILL)
     end(host)
@@ -332,11 +295,9 @@ def test_belayerd_killed_inside_an_update_brings_every_rank_along(
     paused(host)
     assert running.is_alive(), "no step is taken, so it goes on over the update"
     host.kill9("belayerd")
-    client = OwnerClient(host.paths.owner_sock("weights"), o.Role.LOADER, "test", timeout=120.0)
-    with begin_update(client, MODEL, whole=True) as update:
+    with writing(host) as update:
         update.write_folder(folder)
         update.commit()
-    client.close()
     host.spawn("belayerd")
     all_follow(host, version + 1)
     assert greedy(host) == said
@@ -351,9 +312,7 @@ def test_torn_parts_are_served_by_nobody_until_they_are_published_again(
     host.until_protected()
     version = weights(host)[0].version
     begin(host)
-    client = OwnerClient(host.paths.owner_sock("weights"), o.Role.LOADER, "test", timeout=120.0)
-    begin_update(client, MODEL, mode="in_place", whole=True).write_folder(folder)
-    client.close()
+    abandoned(host, folder)
     eventually(lambda: [row.state for row in weights(host)] == ["torn"] * 2, what="both parts are torn")
     with pytest.raises(WeightsTorn):
         end(host)
@@ -362,11 +321,9 @@ def test_torn_parts_are_served_by_nobody_until_they_are_published_again(
     held = host.until("its gate", lambda s: "owners: an update of" in slot(s, "slot0").reason, 120.0)
     assert slot(held, "slot0").state == "handover"
     assert waiting.seen.chunks == []
-    client = OwnerClient(host.paths.owner_sock("weights"), o.Role.LOADER, "test", timeout=120.0)
-    with begin_update(client, MODEL, whole=True) as update:
+    with writing(host) as update:
         update.write_folder(folder)
         update.commit()
-    client.close()
     end(host)
     all_follow(host, version + 1)
     assert facts(waiting.result(120)) == said == greedy(host)
@@ -427,24 +384,14 @@ def test_a_trainer_killed_before_its_commit_leaves_every_rank_where_it_was(
     folder, _ = other(host, truth, truth_two)
     now = truth_two if folder == ONE else truth["greedy"]
     version = weights(host)[0].version
-    script = (
-        "import os, signal\n"
-        "from pathlib import Path\n"
-        "from belayer.paths import Paths\n"
-        "from gpuowner.publish import publishing\n"
-        f"with publishing(Paths(), {MODEL!r}, mode='swap', within_s=600.0) as update:\n"
-        f"    update.write_folder(Path({str(folder)!r}))\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    died = subprocess.run([sys.executable, "-c", script], env=own(host), timeout=180, check=False)
-    assert died.returncode == -signal.SIGKILL
+    killed_before_its_commit(host, folder)
     all_follow(host, version)
     assert weights(host)[0].state == "sealed"
     assert greedy(host) == now
 
 
 def test_an_update_by_swap_is_of_all_ranks(host: LocalHost, truth: dict[str, Any], truth_two: Any) -> None:
-    """The last test of this host: what came by a swap is sealed for ever, and nothing is written in place any more."""
+    """From here on all is by swap: what came by one is sealed for ever, and nothing is written in place any more."""
     folder, said = other(host, truth, truth_two)
     updated(host, folder, "swap")
     assert greedy(host) == said
@@ -455,3 +402,94 @@ def test_an_update_by_swap_is_of_all_ranks(host: LocalHost, truth: dict[str, Any
     with pytest.raises(Refused, match="came by a swap"):
         publish(host, ONE, "in_place")
     assert greedy(host) == said
+
+
+@pytest.mark.parametrize(("when", "who"), [("before the commit", "rank"), ("between two ranks", "leader")])
+def test_a_group_killed_inside_a_swap_is_followed_by_one_on_the_sealed_version(
+    host: SaboteurHost, truth: dict[str, Any], truth_two: Any, when: str, who: str
+) -> None:
+    """All is written and nothing sealed, so the last version goes on beside the open update; all is sealed and the
+    leader has moved, its rank has not, so the next one serves, of all ranks."""
+    (folder, said), now = other(host, truth, truth_two), greedy(host)
+    before = slot(host.until_protected(), "slot0")
+    version, (_, pid) = weights(host)[0].version, leader(before)
+    rank, running = rank_of(pid), long_stream(host)
+    begin(host)
+    paused(host)
+    assert running.is_alive(), "no step is taken, so it goes on over the update"
+    with writing(host, "swap") as update, ThreadPoolExecutor(1) as pool:
+        update.write_folder(folder)
+        if when == "before the commit":
+            send(rank, signal.SIGKILL)
+            served = host.until("the handover", lambda s: slot(s, "slot0").generation > before.generation, 120.0)
+            assert slot(served, "slot0").weight_version == version
+            assert (weights(host)[0].state, greedy(host)) == ("updating", now)
+        update.commit()
+        with host.sabotage("rank hangs"):
+            ended = pool.submit(end, host)
+            if when == "between two ranks":
+                eventually((host.paths.run / "sabotage.begun").exists, what="the rank hangs before it moves")
+                apart = {(0, pid): version + 1, (1, rank): version}
+                eventually(lambda: apart.items() <= mapped(host).items(), what="its leader has moved")
+                send(pid, signal.SIGKILL)
+                (host.paths.run / "sabotage.begun").unlink()
+                ended.result(120)
+        ended.result(120)
+    after = slot(all_follow(host, version + 1), "slot0")
+    assert after.generation == before.generation + 1
+    assert greedy(host) == said
+    whole(running)
+
+
+def test_a_shadow_whose_ranks_attach_on_both_sides_of_a_commit_is_not_armed(
+    host: SaboteurHost, truth: dict[str, Any], truth_two: Any
+) -> None:
+    """Its leader has the last version, its rank the next one. The one that is armed instead serves the next one."""
+    folder, said = other(host, truth, truth_two)
+    before = slot(host.until_protected(), "slot0")
+    version, known = weights(host)[0].version, {pid for _, pid in mapped(host)}
+    begun = host.paths.run / "sabotage.begun"
+
+    def attached() -> list[int]:
+        return [at for (rank, pid), at in mapped(host).items() if rank == 0 and pid not in known]
+
+    with host.sabotage("late rank"):
+        send(leader(before, "shadow")[1], signal.SIGKILL)
+        eventually(lambda: begun.exists() and attached() == [version], what="its leader is attached, its rank is not")
+        assert publish(host, folder, "swap") == version + 1
+    begun.unlink()
+
+    def refused(status: HostStatusReply) -> bool:
+        view = slot(status, "slot0")
+        assert not view.protected, "armed with a mix"
+        return f"the ranks map weights of versions {version}, {version + 1}" in view.reason
+
+    host.until("a shadow that is refused by name", refused, 120.0)
+    after = slot(all_follow(host, version + 1), "slot0")
+    assert (after.generation, greedy(host)) == (before.generation, said)
+    send(leader(after)[1], signal.SIGKILL)
+    host.until("the handover", lambda s: slot(s, "slot0").generation > after.generation, 120.0)
+    assert greedy(host) == said
+
+
+def test_row_51_a_trainer_updates_a_group_one_of_whose_ranks_dies_inside(
+    host: LocalHost, truth: dict[str, Any], truth_two: Any
+) -> None:
+    """``Trainer.update``: the collective ends with a word, the last version goes on, the next update is of all ranks."""
+    (folder, said), now = other(host, truth, truth_two), greedy(host)
+    before = slot(host.until_protected(), "slot0")
+    version = weights(host)[0].version
+    with closing(Group(host)) as group:
+        receiver = group.form(stop_after=5, mode="swap")
+        group.trainer.tell("update", folder=str(folder))
+        receiver.stopped()
+        send(rank_of(leader(before)[1]), signal.SIGKILL)
+        failed = group.trainer.answer()
+        assert failed["error"] == "member_replaced", failed
+        assert (weights(host)[0].version, greedy(host)) == (version, now)
+        group.form(mode="swap")
+        assert group.trainer.ask("update", folder=str(folder))["error"] == "replacement_owed"
+        assert group.trainer.ask("ack", generation=before.generation + 1) == {"said": "acknowledged"}
+        assert group.trainer.ask("update", folder=str(folder)) == {"said": version + 1}
+        all_follow(host, version + 1)
+        assert greedy(host) == said

@@ -49,12 +49,13 @@ class Group:
         self.receiver: Process | None = None
         self.members = self.trainer.answer()["said"]
 
-    def form(self, stop_after: int = -1) -> Process:
+    def form(self, stop_after: int = -1, mode: str = "") -> Process:
+        """``mode``: of the update that the receiver opens."""
         if self.receiver is not None:
             self.receiver.kill()
             assert self.trainer.ask("leave") == {"said": "left"}
         store = Path(tempfile.mkdtemp(dir=self.host.root)) / "store"  # one that was used leads to members that are gone
-        self.receiver = Process(self.host.root, "receiver", MODEL, str(store), str(stop_after), str(ONE))
+        self.receiver = Process(self.host.root, "receiver", MODEL, str(store), str(stop_after), str(ONE), mode)
         assert self.trainer.ask("join", store=str(store)) == {"said": "joined"}
         return self.receiver
 

@@ -72,13 +72,17 @@ def weights(host: LocalHost) -> list[o.WeightsInfo]:
     return rows
 
 
+def read(rows: list[o.WeightsInfo]) -> dict[tuple[int, int], int]:
+    """By rank and pid, the version that a process maps, of its part."""
+    return {(row.rank, reader.pid): reader.version for row in rows for reader in row.readers}
+
+
 def all_follow(host: LocalHost, version: int) -> HostStatusReply:
     """Every rank of main and shadow maps ``version``, and nothing is paused."""
 
     def fact(status: HostStatusReply) -> bool:
         view = view_of(status)
-        rows = [row for owner in status.owners for row in owner.weights]
-        mapped = {(row.rank, reader.pid): reader.version for row in rows for reader in row.readers}
+        mapped = read([row for owner in status.owners for row in owner.weights])
         groups = [[worker.pid, *(rank.pid for rank in worker.ranks)] for worker in view.workers]
         followed = [mapped.get((rank, pid)) for group in groups for rank, pid in enumerate(group)]
         going = view.protected and all(worker.phase != "paused" for worker in view.workers)

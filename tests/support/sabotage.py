@@ -10,7 +10,8 @@ SECONDS`` (on a core), ``phase SECONDS`` (asleep, and announced, as a first shap
 ``/collective_rpc`` finds the method ``nap SECONDS``.
 
 ``rank digest``: a worker says another digest of its rank's weights. ``apart HOW``: see ``drifting``. ``rank follow``:
-rank 1 of a main does not follow an update, once.
+rank 1 of a main does not follow an update, once; ``rank hangs``: it stands still before it does, for ever. ``late
+rank``: rank 1 of the next worker attaches once this word is taken away.
 
 ``start HOW``: each worker that is forked ends before it has an engine, ``rank HOW``: its rank 1 does. HOW is one of
 ``raise``, ``exit``, ``signal``, ``oom`` (the kernel ends it, for the memory that it takes).
@@ -152,11 +153,24 @@ def not_following(real: Callable[..., Any]) -> Callable[..., Any]:
         from belayerd.worker.adapter.seat import seat
 
         mains_rank = seat().ranks is None and seat().arena.epoch >= 0
-        if mains_rank and asked(Paths()) == "rank follow" and once():
+        how = asked(Paths()) if mains_rank else ""
+        if how == "rank follow" and once():
             raise WeightsTorn("the rank does not follow, on purpose")
+        if how == "rank hangs" and once():
+            threading.Event().wait()
         return real(*args)
 
     return follow
+
+
+def late(real: Callable[..., Any]) -> Callable[..., Any]:
+    def attach(paths: Paths, worker_id: str, slot: Any, rank: int) -> Any:
+        if rank and asked(paths) == "late rank" and once():
+            while asked(paths) == "late rank":
+                threading.Event().wait(0.01)
+        return real(paths, worker_id, slot, rank)
+
+    return attach
 
 
 def once() -> bool:
@@ -177,6 +191,7 @@ def main() -> int:
     vars(worker)["Engine"] = saboteur()
     vars(worker)["run"] = failing("start", worker.run)
     vars(rank)["run"] = failing("rank", rank.run)
+    vars(rank)["attach"] = late(rank.attach)
     from belayerd.worker.adapter import weights
     from belayerd.worker.adapter.arena import BelayerWorker
 

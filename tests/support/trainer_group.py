@@ -1,7 +1,7 @@
 """Two processes with a gloo group between them: a trainer that broadcasts weights, and the receiver that writes them.
 
     python -m tests.support.trainer_group trainer MODEL
-    python -m tests.support.trainer_group receiver MODEL STORE STOP_AFTER
+    python -m tests.support.trainer_group receiver MODEL STORE STOP_AFTER SHAPES MODE
 
 The receiver is the rank that stands for a worker: it takes each tensor from the group into the next version
 (gpuowner.update) and stops itself (SIGSTOP) after ``STOP_AFTER`` tensors (-1: never). The trainer obeys one JSON
@@ -112,7 +112,7 @@ def be_trainer(model: str) -> None:
 # --- the receiver ---
 
 
-def be_receiver(model: str, store: str, stop_after: int, shapes: Path) -> None:
+def be_receiver(model: str, store: str, stop_after: int, shapes: Path, mode: str) -> None:
     join(store, 1)
     client = OwnerClient(Paths().owner_sock("weights"), Role.LOADER, "receiver", timeout=300.0)
     got = {name: torch.empty_like(tensor) for name, tensor in tensors(shapes).items()}
@@ -123,7 +123,7 @@ def be_receiver(model: str, store: str, stop_after: int, shapes: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         dist.broadcast(tensor, src=0)
         # Opened with the first tensor: by then the trainer has paused the engines.
-        update = update or begin_update(client, model, whole=True)
+        update = update or begin_update(client, model, mode=mode, whole=True)
         update.write({name: tensor})
     assert update is not None
     update.commit()
@@ -174,4 +174,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "trainer":
         be_trainer(sys.argv[2])
     else:
-        be_receiver(sys.argv[2], sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]))
+        be_receiver(sys.argv[2], sys.argv[3], int(sys.argv[4]), Path(sys.argv[5]), sys.argv[6])
