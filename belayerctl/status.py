@@ -37,7 +37,7 @@ def status(paths: Paths, as_json: bool, timeout: float) -> int:
             out.print(render.router(router))
         if boxes:
             out.print(render.sandboxes(boxes))
-        for said in silent.values():
+        for said in (*silent.values(), *host.notes):
             out.print(said, markup=False)
     return OK if host.healthy else EXIT_REFUSED
 

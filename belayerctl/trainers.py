@@ -35,5 +35,6 @@ def _table(listed: TrainerList) -> Table:
     table = Table("trainer", "model", "pid", "not acknowledged", box=None)
     for row in listed.trainers:
         owed = ", ".join(f"{event.slot} generation {event.new_generation} ({event.cause})" for event in row.owed)
+        owed += f" (and {row.left_out} older)" if row.left_out else ""
         table.add_row(row.trainer, row.model or "all", str(row.pid or "-"), owed or "nothing")
     return table

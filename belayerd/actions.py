@@ -48,7 +48,7 @@ from belayer.rpc import Client
 from belayerd import weights_gate
 from belayerd.gate import CPU, HealthGate
 from belayerd.handover import BY_ACTION, Action
-from belayerd.links import Moving, OwnerLink, WorkerLink, how_ended
+from belayerd.links import Moving, OwnerLink, WorkerLink, how_ended, still
 from belayerd.pair import Ref
 
 _LOOK_S = 0.002
@@ -72,7 +72,7 @@ class Target(msgspec.Struct, kw_only=True):
     oracle: Oracle | None
     reason: str
     device: str = CPU
-    moving: Moving = lambda: None
+    moving: Moving = still
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,11 @@ _GLANCE_S = 0.5  # at how far a worker is that takes long
 _IDENTITY = b"belayerd"  # the worker tells its control peer from router fronts by this
 
 
+def still() -> object:
+    """Of a worker that is not looked at: a call's time is all that counts."""
+    return None
+
+
 class WorkerLink:
     """Control plane of one worker. Its socket is the worker's only one, so a worker inside a step answers after it."""
 
@@ -61,9 +66,7 @@ class WorkerLink:
         self._gone = False
         self._reader = asyncio.create_task(self._receive())
 
-    async def call(
-        self, message: msgspec.Struct, reply: type[R], within: float, moving: Moving | None = None
-    ) -> R:
+    async def call(self, message: msgspec.Struct, reply: type[R], within: float, moving: Moving = still) -> R:
         """Raises WorkerFailed after ``within`` seconds, WorkerGone as soon as the worker has ended. ``moving``: differs
         whenever the worker has got on with what it was asked; ``within`` then counts how long that stood still."""
         if self._gone:
@@ -75,12 +78,9 @@ class WorkerLink:
         try:
             async with asyncio.timeout(within):
                 await self._socket.send_multipart([b"ctl", call, wire.encode(message)])
-                if moving is None:
-                    data = await future
-            if moving is not None:
-                data = await _while_moving(future, within, moving)
+            data = await _while_moving(future, within, moving)
         except TimeoutError as why:
-            stood = f", and stood still at {moving()!r}" if moving is not None else ""
+            stood = f", and stood still at {moving()!r}" if moving is not still else ""
             raise WorkerFailed(
                 f"worker at {self._path.stem} did not answer {type(message).__name__} in {within:g} s{stood}"
             ) from why

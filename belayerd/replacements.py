@@ -2,6 +2,9 @@
 
 Replacements are found by level: each trainer's last known generation of a slot against the slot's own. A belayerd
 that is killed between a handover's end and this ledger's save finds the difference again in its next life.
+
+One that never acknowledges is owed the newest ``MOST`` of each slot; older ones are left out, counted, and settled by
+an acknowledgement of a newer one, as they would have been anyway.
 """
 
 from __future__ import annotations
@@ -14,9 +17,20 @@ from belayer.errors import Fenced, Refused, ReplacementOwed
 from belayer.messages.trainer import Member, Replaced
 
 
+MOST = 32  # of one slot, for one trainer
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Replacements of a slot that are told no more. ``newest``: generation."""
+
+    count: int
+    newest: int
+
+
 class Trainer(msgspec.Struct, frozen=True, kw_only=True):
     """``known``: by slot, the newest generation that it was told of or registered with. ``acked``: by slot, the newest
-    that it acknowledged. ``owed``: oldest first. ``model`` "": of every model."""
+    that it acknowledged. ``owed``: oldest first. ``left_out``: by slot, until a newer one is acknowledged. ``model``
+    "": of every model."""
 
     name: str
     model: str
@@ -26,6 +40,7 @@ class Trainer(msgspec.Struct, frozen=True, kw_only=True):
     known: dict[str, int] = {}
     acked: dict[str, int] = {}
     owed: tuple[Replaced, ...] = ()
+    left_out: dict[str, LeftOut] = {}
 
 
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,8 +100,19 @@ def observed(ledger: Ledger, serving: Member, model: str, cause: str, at: float)
             at=at,
         )
         known = {**trainer.known, serving.slot: serving.generation}
-        ledger = _with(ledger, msgspec.structs.replace(trainer, known=known, owed=(*trainer.owed, event)))
+        grown = msgspec.structs.replace(trainer, known=known, owed=(*trainer.owed, event))
+        ledger = _with(ledger, _bounded(grown, serving.slot))
     return ledger
+
+
+def _bounded(trainer: Trainer, slot: str) -> Trainer:
+    over = [event.new_generation for event in trainer.owed if event.slot == slot][:-MOST]
+    if not over:
+        return trainer
+    owed = tuple(event for event in trainer.owed if event.slot != slot or event.new_generation > over[-1])
+    before = trainer.left_out.get(slot)
+    now = LeftOut(count=len(over) + (before.count if before else 0), newest=over[-1])
+    return msgspec.structs.replace(trainer, owed=owed, left_out={**trainer.left_out, slot: now})
 
 
 def acknowledged(ledger: Ledger, name: str, epoch: int, slot: str, generation: int) -> Ledger:
@@ -97,13 +123,18 @@ def acknowledged(ledger: Ledger, name: str, epoch: int, slot: str, generation: i
         raise Fenced(f"{name} acknowledged generation {last} of {slot} already: {generation} is stale")
     if generation == last:  # the answer to the first one was lost
         return ledger
+    acked = {**trainer.acked, slot: generation}
+    left_out = trainer.left_out.get(slot)
+    if left_out is not None and generation <= left_out.newest:  # it was told in time, and taken later
+        return _with(ledger, msgspec.structs.replace(trainer, acked=acked))
     owed = [event.new_generation for event in trainer.owed if event.slot == slot]
     if generation not in owed:
         raise Refused(
             f"generation {generation} of {slot} was never told to {name}", remedy=f"owed: {owed or 'nothing'}"
         )
     left = tuple(event for event in trainer.owed if event.slot != slot or event.new_generation > generation)
-    return _with(ledger, msgspec.structs.replace(trainer, owed=left, acked={**trainer.acked, slot: generation}))
+    others = {name: one for name, one in trainer.left_out.items() if name != slot}
+    return _with(ledger, msgspec.structs.replace(trainer, owed=left, acked=acked, left_out=others))
 
 
 def left(ledger: Ledger, names: Iterable[str]) -> Ledger:
@@ -126,6 +157,22 @@ def refuse_owed(ledger: Ledger, model: str) -> None:
             kept="engines serve, nothing is paused",
             remedy="make the group anew and acknowledge, or belayerctl trainers --forget NAME",
         )
+
+
+def left_out(trainer: Trainer) -> int:
+    """How many it is told no more."""
+    return sum(one.count for one in trainer.left_out.values())
+
+
+def said(trainer: Trainer, failures: int) -> str:
+    """What an operator has to know of it, "" when nothing. ``failures``: runs in a row in which it took nothing."""
+    older = left_out(trainer)
+    if not trainer.owed or not (failures or older):
+        return ""
+    failed = f" failed {failures} time(s) in a row and" if failures else ""
+    more = f", {older} older one(s) are told no more" if older else ""
+    models = ", ".join(sorted({event.model for event in trainer.owed}))
+    return f"{trainer.name}{failed} has not taken {len(trainer.owed)} replacement(s){more}: updates of {models} wait"
 
 
 def dead(ledger: Ledger, alive: Sequence[str]) -> list[str]:

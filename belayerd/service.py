@@ -311,6 +311,7 @@ class Supervisor:
             zygote_failed=self._zygote.hopeless,
             healthy=alive and all(slot.protected or slot.state == "reserve" for slot in slots),
             fronts=fronts,
+            notes=self._trainers.notes(),
         )
 
     # --- requests ---

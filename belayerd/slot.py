@@ -25,7 +25,7 @@ from belayer.paths import Paths
 from belayerd import pair as p
 from belayerd import pair_table, policy, views
 from belayerd.actions import REPORT_S, YIELD_S, Actions, Target
-from belayerd.links import spawn
+from belayerd.links import spawn, still
 from belayerd.records import Records
 from belayerd.saved import SavedPair
 from belayerd.updates import Seat
@@ -290,7 +290,7 @@ class SlotShell:
             oracle=self.pair.oracle,
             reason=self._reason(),
             device=self.config.device,
-            moving=worker.moving if worker else lambda: None,
+            moving=worker.moving if worker else still,
         )
         watch = Stopwatch()
         try:

@@ -55,6 +55,7 @@ class Trainers:
     ) -> None:
         self._path, self._slots, self._command, self._log, self._again_s = path, slots, command, log, again_s
         self._changed = asyncio.Event()
+        self._failures = 0  # of the command, in a row
         self._ledger = self._load()
 
     def _load(self) -> Ledger:
@@ -82,8 +83,19 @@ class Trainers:
 
     def observe(self, slot: ServedSlot, cause: Callable[[], str]) -> None:
         serving = member_of(slot.pair)
-        if replacements.is_news(self._ledger, serving, slot.model):
-            self._take(replacements.observed(self._ledger, serving, slot.model, cause(), wall()))
+        if not replacements.is_news(self._ledger, serving, slot.model):
+            return
+        before = self._ledger
+        self._take(replacements.observed(before, serving, slot.model, cause(), wall()))
+        for name, trainer in self._ledger.trainers.items():
+            if replacements.left_out(trainer) > replacements.left_out(before.trainers[name]):
+                self._log.error("replacement left out", trainer=name, slot=slot.name, kept=replacements.MOST)
+
+    def notes(self) -> tuple[str, ...]:
+        """Of those that do not take what they are owed, for the status."""
+        failures = {COMMAND: self._failures}
+        found = (replacements.said(one, failures.get(name, 0)) for name, one in self._ledger.trainers.items())
+        return tuple(filter(None, found))
 
     def sweep(self) -> None:
         """Forget trainers whose process has ended: they would block every update for ever."""
@@ -190,17 +202,19 @@ class Trainers:
                 continue
             event = trainer.owed[0]
             if await commands.run("on_replaced command", self._command, event, commands.DEADLINE_S, self._log):
-                slot, generation = event.slot, event.new_generation
+                slot, generation, self._failures = event.slot, event.new_generation, 0
                 if COMMAND in self._ledger.trainers:
                     self._take(replacements.acknowledged(self._ledger, COMMAND, trainer.epoch, slot, generation))
             else:
+                self._failures += 1
                 await asyncio.sleep(self._again_s)
 
 
 def _view(trainer: replacements.Trainer) -> TrainerView:
     return TrainerView(
-        trainer=trainer.name, model=trainer.model, pid=trainer.pid, epoch=trainer.epoch, owed=trainer.owed
-    )
+        trainer=trainer.name, model=trainer.model, pid=trainer.pid, epoch=trainer.epoch, owed=trainer.owed,
+        left_out=replacements.left_out(trainer),
+    )  # fmt: skip
 
 
 def member_of(pair: Pair) -> Member:

@@ -22,7 +22,7 @@ from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate, SlotW
 from belayer.messages.owner import OwnerStatusReply, WeightsInfo
 from belayer.messages.worker import FollowWeights, OracleReply, Pause, Proceed, WorkerStatus, WorkerStatusReply
 from belayerd import weights_gate
-from belayerd.links import Moving, OwnerLink, WorkerLink
+from belayerd.links import Moving, OwnerLink, WorkerLink, still
 from belayerd.weights_gate import Parts
 
 
@@ -36,7 +36,7 @@ class Seat:
     generation: int
     version: int
     paused: bool
-    moving: Moving = lambda: None
+    moving: Moving = still
 
 
 @dataclass(frozen=True)

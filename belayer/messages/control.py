@@ -89,7 +89,7 @@ class HostStatus(Message, frozen=True, kw_only=True, tag=True):
 
 class HostStatusReply(Message, frozen=True, kw_only=True, tag=True):
     """``zygote``: its pid, or why there is none; ``zygote_failed``: it ended on what another try will not mend.
-    ``fronts``: of the router, where it has several."""
+    ``fronts``: of the router, where it has several. ``notes``: what concerns no single slot, a sentence each."""
 
     host: str
     pid: int
@@ -103,6 +103,7 @@ class HostStatusReply(Message, frozen=True, kw_only=True, tag=True):
     zygote_failed: bool = False
     healthy: bool = False
     fronts: tuple[RouterFront, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Handover(Message, frozen=True, kw_only=True, tag=True):

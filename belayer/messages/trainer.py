@@ -65,7 +65,8 @@ class AwaitReplaced(Message, frozen=True, kw_only=True, tag=True):
 
 
 class ReplacedEvents(Message, frozen=True, kw_only=True, tag=True):
-    """All that is owed, oldest first; told again until it is acknowledged. ``members``: who serves now."""
+    """All that is owed, oldest first; told again until it is acknowledged (of each slot the newest 32: an
+    acknowledgement settles older ones). ``members``: who serves now."""
 
     events: tuple[Replaced, ...]
     members: tuple[Member, ...]
@@ -93,11 +94,14 @@ class ListTrainers(Message, frozen=True, kw_only=True, tag=True):
 
 
 class TrainerView(msgspec.Struct, frozen=True, kw_only=True):
+    """``left_out``: how many older ones are told no more, because it took none for so long."""
+
     trainer: str
     model: str
     pid: int
     epoch: int
     owed: tuple[Replaced, ...]
+    left_out: int = 0
 
 
 class TrainerList(Message, frozen=True, kw_only=True, tag=True):

@@ -104,6 +104,36 @@ def test_no_order_of_events_tells_an_acknowledged_one_again_or_loses_one(steps: 
         assert (told[-1] if told else max(acked, 1)) == newest, "the newest is owed until it is acknowledged"
 
 
+def test_one_that_takes_nothing_is_owed_the_newest_and_an_old_word_of_it_still_counts() -> None:
+    """Its ledger grew with every replacement, for ever."""
+    ledger = see(made("t", "u"), *range(2, r.MOST + 12))  # one more than is kept: MOST + 10 in all
+    ledger = r.acknowledged(ledger, "u", 1, "slot0", r.MOST + 11)
+    told = [new for _, _, new in owed(ledger)]
+    assert told == list(range(12, r.MOST + 12))
+    trainer = ledger.trainers["t"]
+    assert (r.left_out(trainer), trainer.left_out["slot0"].newest) == (10, 11)
+    said = "t has not taken 32 replacement(s), 10 older one(s) are told no more: updates of model wait"
+    assert r.said(trainer, 0) == said
+    assert r.said(trainer, 7).startswith("t failed 7 time(s) in a row and has not taken")
+    assert r.said(ledger.trainers["u"], 7) == "", "it took them"
+    late = r.acknowledged(ledger, "t", 1, "slot0", 5)
+    assert owed(late) == owed(ledger), "it was told of 5 in time; the newer ones stand"
+    with pytest.raises(Fenced):
+        r.acknowledged(late, "t", 1, "slot0", 4)
+    taken = r.acknowledged(late, "t", 1, "slot0", 12)
+    assert [new for _, _, new in owed(taken)] == told[1:]
+    assert r.left_out(taken.trainers["t"]) == 0, "settled by a newer one"
+    with pytest.raises(ReplacementOwed):
+        r.refuse_owed(taken, "model")
+
+
+def test_the_bound_is_of_each_slot() -> None:
+    ledger = see(made("t"), *range(2, r.MOST + 10))
+    ledger = r.observed(ledger, serving(2, "slot1"), "model", "death", 1.0)
+    assert ("slot1", 0, 2) in owed(ledger)
+    assert sum(name == "slot0" for name, _, _ in owed(ledger)) == r.MOST
+
+
 class Slot:
     """What Trainers asks of a slot."""
 
@@ -323,3 +353,40 @@ def test_the_command_is_run_until_it_ends_with_0_and_then_never_again(tmp_path: 
     told = [json.loads(line) for line in into.read_text().splitlines()]
     assert [row["new_generation"] for row in told] == [2, 2], "once in vain, once for good"
     run(path, lambda trainers, slot: trainers.refuse_owed("slot0"))
+
+
+def test_a_command_that_always_fails_keeps_the_newest_and_the_status_says_so(tmp_path: Path) -> None:
+    """Over two lives; once it works it is run for each that was kept, in order, and never again."""
+    path, works, told = tmp_path / "l", tmp_path / "works", tmp_path / "told"
+    command = ("sh", "-c", 'cat >>"$0"; echo >>"$0"; test -e "$1"', str(told), str(works))
+
+    async def fails(trainers: Trainers, slot: Slot) -> None:
+        task = asyncio.create_task(trainers.run_command())
+        for generation in range(slot.generation + 1, r.MOST + 4):
+            slot.generation = generation
+            trainers.observe(slot, lambda: "death")
+        async with asyncio.timeout(60):
+            while not any("failed" in note for note in trainers.notes()):
+                await asyncio.sleep(0.01)
+        (note,) = trainers.notes()
+        assert note.startswith(f"{COMMAND} failed ")
+        assert note.endswith(f"has not taken {r.MOST} replacement(s), 2 older one(s) are told no more: updates of slot0 wait")
+        task.cancel()
+        await asyncio.wait({task})
+
+    async def mended(trainers: Trainers, slot: Slot) -> None:
+        slot.generation = r.MOST + 3
+        told.unlink()
+        works.touch()
+        task = asyncio.create_task(trainers.run_command())
+        async with asyncio.timeout(60):
+            while (await ask(trainers, m.ListTrainers())).trainers[0].owed:  # type: ignore[attr-defined]
+                await asyncio.sleep(0.01)
+        assert trainers.notes() == ()
+        task.cancel()
+
+    run(path, lambda trainers, slot: None, command)
+    run(path, fails, command)
+    run(path, mended, command)
+    rows = [json.loads(line) for line in told.read_text().splitlines()]
+    assert [row["new_generation"] for row in rows] == list(range(4, r.MOST + 4))
