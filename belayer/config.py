@@ -189,7 +189,9 @@ class Envkeeper(_Section, frozen=True, kw_only=True):
 class Policy(_Section, frozen=True, kw_only=True):
     """``repeat_window_s``: a second failure this soon after a handover means hardware (promise R7).
     ``restart_budget``: failed starts of a shadow in a row before the slot is left unprotected and says so.
-    ``follow_deadline_s``: how long a worker may take to verify and map the next weight version.
+    ``owner_deadline_s``: how long an owner that does not answer yet (it loads, or verifies what it holds) may stand
+    still; while it gets on, handovers and starts wait for it, however long that takes. ``follow_deadline_s``: likewise
+    of a worker that verifies and maps the next weight version.
     ``alert_command``: program and arguments to run at an alert, which it finds as JSON on its standard input.
     ``on_replaced_command``: the same for each main that took the place of another, before the next weight update; its
     exit code 0 acknowledges, else it is run again."""
