@@ -323,7 +323,10 @@ ROWS: tuple[Row, ...] = (
         "51",
         "huggingface/trl/issues/6797",
         "weight sync hangs when a member died",
-        ("tests/e2e/test_trainer_group.py::test_row_51_main_killed_inside_an_update_and_the_group_is_made_anew",),
+        (
+            "tests/e2e/test_trainer_group.py::test_row_51_main_killed_inside_an_update_and_the_group_is_made_anew",
+            f"{RANKS}::test_row_51_a_trainer_updates_a_group_one_of_whose_ranks_dies_inside",
+        ),
         "the trainer is told, and makes its group anew",
     ),
     Row(
