@@ -124,6 +124,7 @@ def release(paths: Paths, kind: str) -> int:
     """End the holder of an owner that does not run."""
     end_holder(paths.owner_holder_sock(kind))
     paths.owner_ledger(kind).unlink(missing_ok=True)
+    paths.owner_progress(kind).unlink(missing_ok=True)
     return 0
 
 
