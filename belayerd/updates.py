@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 from belayer import procs
 from belayer.clock import Stopwatch, monotonic
 from belayer.config import Policy
-from belayer.errors import BelayerError, Refused, WeightsBroken, WeightsTorn
+from belayer.errors import BelayerError, DaemonUnreachable, Refused, WeightsBroken, WeightsTorn
 from belayer.messages.common import Done
 from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate, SlotWeights, WeightsUpdated
 from belayer.messages.owner import OwnerStatusReply, WeightsInfo
@@ -266,6 +266,8 @@ class Updates:
                 reply = await self._bring(seat, parts, is_main=seat is main)
                 if reply is not None and oracle is not None and reply.oracle.token != oracle.oracle.token:
                     raise WeightsBroken(f"its oracle gives {reply.oracle}, the main's {oracle.oracle}")
+            except DaemonUnreachable as why:  # of its owner, killed under it: looked at again once one answers
+                reasons.append(f"{seat.worker_id}: {why}")
             except BelayerError as why:
                 reasons.append(f"{seat.worker_id}: {why}")
                 slot.left_behind(seat.worker_id, f"weights v{version}: {why.message}")

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from belayer.config import Policy
-from belayer.errors import Fenced, Refused, WeightsTorn, WorkerFailed, WorkerGone
+from belayer.errors import DaemonUnreachable, Fenced, Refused, WeightsTorn, WorkerFailed, WorkerGone
 from belayer.messages import trainer as m
 from belayer.messages.common import Done
 from belayer.messages.control import BeginWeightsUpdate, EndWeightsUpdate
@@ -143,6 +143,18 @@ class FollowedUnheard(Slot):
         if isinstance(answer, WorkerStatusReply):
             return msgspec.structs.replace(answer, oracle=Oracle(weight_version=2, token=1, logprob=0.0))
         return answer
+
+
+class LosesItsOwner(Slot):
+    """The owner of its weights is killed as it begins to follow, once."""
+
+    lost = False
+
+    async def call(self, message: msgspec.Struct, reply: type[Any], within: float, moving: Any = None) -> Any:
+        if isinstance(message, FollowWeights) and not self.lost:
+            self.lost = True
+            raise DaemonUnreachable("owner-weights.sock closed the connection on AttachWeights")
+        return await super().call(message, reply, within, moving)
 
 
 class Host:
@@ -341,3 +353,19 @@ def test_a_worker_whose_rank_maps_other_bytes_is_replaced_and_takes_no_step(tmp_
         host.slot.left.clear()
 
     run(tmp_path / "l", body)
+
+
+def test_a_main_whose_owner_dies_under_it_is_not_replaced_for_that(tmp_path: Path) -> None:
+    """It stays paused at the last version, and follows when an owner answers again."""
+
+    async def main() -> None:
+        slot = LosesItsOwner()
+        host = Host(tmp_path / "t", slot)
+        await host.begin("a")
+        host.owner.version = 2
+        await host.end("a")
+        assert (slot.version, slot.paused, slot.left) == (1, True, [])
+        await host.updates.look(await host.owner.status())
+        assert (slot.version, slot.paused, slot.left) == (2, False, [])
+
+    asyncio.run(main())
