@@ -71,10 +71,10 @@ def why_silent(run: Path, name: str) -> str:
         ago = f"{max(0.0, wall() - refused.at):.0f} s ago"
         how = "refused to start" if refused.final else f"could not start (exit {refused.code}; worth another try)"
         return f"{called} {how} {ago}: {refused.said}"
+    coming = progress.read(run / f"{name}.progress")
+    if coming is not None:
+        return f"{called} does not answer yet: {coming}"
     if pid:
-        coming = progress.read(run / f"{name}.progress")
-        if coming is not None and coming.pid == pid:
-            return f"{called} does not answer yet: {coming}"
         return f"{called} does not answer: pid {pid} is loading, or hangs"
     return f"{called} does not run"
 

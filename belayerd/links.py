@@ -214,7 +214,9 @@ class OwnerLink:
         if seen is None:
             return why
         stood = f"{self._called} does not get on: {seen}, for {self._patience.stood_s(monotonic()):.0f} s now"
-        return DaemonUnreachable(stood, kept="what its store holds", remedy=f"kill pid {seen.pid}: the next life adopts")
+        return DaemonUnreachable(
+            stood, kept="what its store holds", remedy=f"kill pid {seen.pid}: the next life adopts"
+        )
 
     def _blocking(self, message: Any, reply: type[R]) -> R:
         client = SeqClient(self._path, self._within)

@@ -16,7 +16,6 @@ import msgspec
 from belayer.errors import Fenced, Refused, ReplacementOwed
 from belayer.messages.trainer import Member, Replaced
 
-
 MOST = 32  # of one slot, for one trainer
 
 

@@ -32,8 +32,8 @@ def unsealed(model: str, owner: OwnerStatusReply | None) -> str:
 
 
 class Sealed:
-    """``tell(model, why)`` is called once for a model that is not whole after ``patience_s``, in which its owner did not
-    get on with anything. ``waits``: why, by model. ``seen``: models that were whole once; later an owner's absence is
+    """``tell(model, why)`` is called once for a model that is not whole after ``patience_s`` in which its owner got on
+    with nothing. ``waits``: why, by model. ``seen``: models that were whole once; later an owner's absence is
     the gate's affair."""
 
     def __init__(

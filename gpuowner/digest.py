@@ -52,9 +52,7 @@ def nobody(done: int, of: int) -> None:
     """Nobody wants to hear how far it is."""
 
 
-def first_difference(
-    buffer: Any, expected: tuple[bytes, ...], threads: int = 1, told: Told = nobody
-) -> int | None:
+def first_difference(buffer: Any, expected: tuple[bytes, ...], threads: int = 1, told: Told = nobody) -> int | None:
     """Index of the first chunk whose digest differs from ``expected``, or None when all are equal. ``told`` hears, in
     the caller's own thread, how many bytes of how many are equal so far."""
     nbytes = memoryview(buffer).nbytes

@@ -110,8 +110,8 @@ class Models:
             self._keeping.note()
 
     def adopt(self, row: WeightsRow, fd: int, source: Source, told: Told = nobody) -> ModelEntry:
-        """A part of the last life, all of it hashed; ``told`` hears how far. Raises OSError when the descriptor is not that memory. Not
-        persisted yet; ``level`` comes after all of them."""
+        """A part of the last life, all of it hashed; ``told`` hears how far. Raises OSError when the descriptor is not
+        that memory. Not persisted yet; ``level`` comes after all of them."""
         version = Version(
             memory=Memfd.adopt(fd, row.nbytes),
             name=row.memory,

@@ -475,7 +475,7 @@ def test_a_shadow_whose_ranks_attach_on_both_sides_of_a_commit_is_not_armed(
 def test_row_51_a_trainer_updates_a_group_one_of_whose_ranks_dies_inside(
     host: LocalHost, truth: dict[str, Any], truth_two: Any
 ) -> None:
-    """``Trainer.update``: the collective ends with a word, the last version goes on, the next update is of all ranks."""
+    """``Trainer.update``: the collective ends with a word, the last version goes on, the next one is of all ranks."""
     (folder, said), now = other(host, truth, truth_two), greedy(host)
     before = slot(host.until_protected(), "slot0")
     version = weights(host)[0].version

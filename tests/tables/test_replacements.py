@@ -370,7 +370,9 @@ def test_a_command_that_always_fails_keeps_the_newest_and_the_status_says_so(tmp
                 await asyncio.sleep(0.01)
         (note,) = trainers.notes()
         assert note.startswith(f"{COMMAND} failed ")
-        assert note.endswith(f"has not taken {r.MOST} replacement(s), 2 older one(s) are told no more: updates of slot0 wait")
+        assert note.endswith(
+            f"has not taken {r.MOST} replacement(s), 2 older one(s) are told no more: updates of slot0 wait"
+        )
         task.cancel()
         await asyncio.wait({task})
 

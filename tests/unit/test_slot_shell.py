@@ -172,7 +172,7 @@ def test_no_worker_is_started_on_bytes_that_an_update_writes_over(paths: Paths) 
         await asyncio.wait({start}, timeout=0.3)
         assert not start.done()
         supervisor._actions.held.discard("m")
-        with pytest.raises(DaemonUnreachable, match="nothing listens at .*owner-weights"):  # it went on, and asks
+        with pytest.raises(DaemonUnreachable, match=r"nothing listens at .*owner-weights"):  # it went on, and asks
             await asyncio.wait_for(start, 60)
         supervisor._router.close()
         supervisor._context.destroy(linger=0)
