@@ -56,10 +56,10 @@ class Sealed:
             if not why:
                 self.seen.add(model)
                 break
+            self.waits[model] = f"waits for its weights: {why}"
             if coming:
                 began = monotonic()
-            self.waits[model] = f"waits for its weights: {why}"
-            if monotonic() - began >= self._patience_s and model not in self._told:
+            elif monotonic() - began >= self._patience_s and model not in self._told:
                 self._told.add(model)
                 self._log.warning("weights not sealed", model=model, after_s=self._patience_s, why=why)
                 self._tell(model, f"no worker can be made for {self._patience_s:g} s now: {why}")
