@@ -153,7 +153,10 @@ class LocalHost:
                         f"{name} ended with {child.returncode} while waiting for {what}: {self.tail(name)}"
                     )
             if monotonic() > deadline:
-                raise BelayerError(f"no {what} within {within:g} s", remedy=f"see {self.paths.state / 'log'}")
+                said = "; ".join(f"{name}: {self.tail(name, 1)}" for name in self._children)
+                raise BelayerError(
+                    f"no {what} within {within:g} s (last words of {said})", remedy=f"see {self.paths.state / 'log'}"
+                )
             pause.wait(0.05)
 
     def tail(self, name: str, lines: int = 3) -> str:

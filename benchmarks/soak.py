@@ -49,6 +49,7 @@ class Size:
     faults: int
     tokens: int  # of one answer that a scene happens in
     hang_s: float  # limit of each slot
+    nice: int  # of the hogs, where that is allowed
 
     @property
     def stuck_s(self) -> float:
@@ -57,11 +58,24 @@ class Size:
 
 
 FULL = Size(
-    1280, 10.0, prefills=6, updates=6, idle_s=60.0, hogs_s=60.0, still_s=10.0, faults=3, tokens=300, hang_s=HANG_LIMIT_S
+    1280,
+    10.0,
+    prefills=6,
+    updates=6,
+    idle_s=60.0,
+    hogs_s=60.0,
+    still_s=10.0,
+    faults=3,
+    tokens=300,
+    hang_s=HANG_LIMIT_S,
+    nice=-5,
 )
 # Of the faults only the controls: a stall that nobody announced, and a loop that nobody paused. As a test it runs
-# beside others: a scene must last until a crowded machine has looked at it, and a SIGCONT of ours may come late.
-QUICK = Size(160, 4.0, prefills=1, updates=1, idle_s=0.5, hogs_s=2.0, still_s=4.0, faults=1, tokens=200, hang_s=1.0)
+# beside others: a scene must last until a crowded machine has looked at it, a SIGCONT of ours may come late, and hogs
+# of a higher priority would starve them all.
+QUICK = Size(
+    160, 5.0, prefills=1, updates=1, idle_s=0.5, hogs_s=2.0, still_s=4.0, faults=1, tokens=200, hang_s=1.5, nice=0
+)
 
 
 class Load:
@@ -159,7 +173,7 @@ class Soak:
 
     def starved(self, scene: Scene) -> None:
         """Twice as many hogs as cores, of higher priority where that is allowed: also the watcher starves."""
-        with hogs(2 * (os.cpu_count() or 1), -5 if os.geteuid() == 0 else 0):
+        with hogs(2 * (os.cpu_count() or 1), self._size.nice if os.geteuid() == 0 else 0):
             load = self.load(16, 32)
             rest(self._size.hogs_s)
             load.end(scene)
@@ -175,7 +189,7 @@ class Soak:
             until("a stop", lambda pid=pid: procs.state(pid) == "T", 60.0)  # type: ignore[misc]
         rest(self._size.still_s)
         os.kill(watcher, signal.SIGCONT)
-        rest(0.25 * self._size.hang_s)
+        rest(0.2 * self._size.hang_s)
         for pid in workers:
             with contextlib.suppress(ProcessLookupError):  # a false alarm killed it: the ledger will say so
                 os.kill(pid, signal.SIGCONT)

@@ -23,6 +23,7 @@ from belayer.errors import BelayerError
 from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
 from belayer.messages.control import Incident, IncidentList, ListIncidents
 from belayer.rpc import call_sync
+from tests.support.patience import patient
 
 HANG_LIMIT_S = 0.5
 CONTEXT = 4096
@@ -49,7 +50,7 @@ class SoakHost(LocalHost):
         after those of ``demo_config``, whose length of a context is ``CONTEXT`` here."""
         config = demo_config(model, free_port(), slots=slots, extra_slot=slot, extra=EXTRA)
         config = config.replace("max_model_len = 2048", f"max_model_len = {CONTEXT}")
-        super().__init__(root, config.replace(f"kv_bytes = {128 << 20}", f"kv_bytes = {KV_BYTES}"))
+        super().__init__(root, patient(config.replace(f"kv_bytes = {128 << 20}", f"kv_bytes = {KV_BYTES}")))
         self.flag = self.paths.run / "sabotage"
         self.zygote: subprocess.Popen[bytes] | None = None
         self._around = list(around_zygote)

@@ -55,9 +55,9 @@ halves() {
     case $file in *envkeeper* | */test_trajectory.py) ;; *) engines+=("$file") && rest+=("--ignore=$file") ;; esac
   done
   say "pytest, half of it in $logs/test-engines.log"
-  "$python" -m pytest -o cache_dir=.cache/pytest-engines "${engines[@]}" >"$logs/test-engines.log" 2>&1 &
+  "$python" -m pytest --durations=25 -o cache_dir=.cache/pytest-engines "${engines[@]}" >"$logs/test-engines.log" 2>&1 &
   pid=$!
-  "$python" -m pytest -o cache_dir=.cache/pytest-rest tests "${rest[@]}" 2>&1 | tee "$logs/test-rest.log"
+  "$python" -m pytest --durations=25 -o cache_dir=.cache/pytest-rest tests "${rest[@]}" 2>&1 | tee "$logs/test-rest.log"
   one=${PIPESTATUS[0]}
   say "the other half"
   tail -n +1 -f --pid=$pid "$logs/test-engines.log"

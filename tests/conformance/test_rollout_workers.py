@@ -35,7 +35,7 @@ FULL_SHM = 'mount -t tmpfs -o size=64k none /dev/shm; cat /dev/zero >/dev/shm/fu
 AROUND = ("unshare", "--mount", "--propagation", "private", "sh", "-c", FULL_SHM, "sh")
 BODY = completion(64, ignore_eos=True, temperature=0.9, seed=5)
 UPDATES = 100
-HANG_S = 1.0  # twice that of the soak: other tests run beside these
+HANG_S = 2.0  # four times that of the soak: other tests run beside these
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_rows_12_26_and_45_each_relaunch_is_a_standby_and_takes_the_next_fault(h
         main, shadow = pids(host.until_protected(), "slot0")
         os.kill(main, signal.SIGKILL)
         due = slot(before, "slot0").generation + turn
-        after = host.until("the next main", lambda s, due=due: slot(s, "slot0").generation == due, 120.0)
+        after = host.until("the next main", lambda s, due=due: slot(s, "slot0").generation == due, 300.0)
         assert pids(after, "slot0")[0] == shadow, "what was a standby is the main now"
         answers = [facts(made.result()) for made in (stream(host), stream(host))]  # one for each slot
         assert answers == [truth, truth]
@@ -103,22 +103,22 @@ def test_rows_12_26_and_45_each_relaunch_is_a_standby_and_takes_the_next_fault(h
 
 
 def test_row_8_a_slow_start_is_no_hang(host: SoakHost) -> None:
-    """Many hang limits without a beat while a worker loads: it has announced them, and becomes the shadow."""
+    """Some hang limits without a beat while a worker loads: it has announced them, and becomes the shadow."""
     for _ in range(5):
         before = host.until_protected()
         dead = pids(before, "slot0")[1]
         os.kill(dead, signal.SIGKILL)
-        status = host.until("a shadow that loads", lambda s, dead=dead: shadow_of(s) not in (0, dead), 120.0)
+        status = host.until("a shadow that loads", lambda s, dead=dead: shadow_of(s) not in (0, dead), 300.0)
         starting = shadow_of(status)
         os.kill(starting, signal.SIGSTOP)
         eventually(lambda starting=starting: procs.state(starting) == "T", what="it is stopped")
         if slot(host.status(), "slot0").state == "rearming":
             break  # stopped before it was ready
         os.kill(starting, signal.SIGKILL)  # it was quicker than we were
-        host.until("another one", lambda s, late=starting: shadow_of(s) not in (0, late), 120.0)
+        host.until("another one", lambda s, late=starting: shadow_of(s) not in (0, late), 300.0)
     else:
         raise AssertionError("five shadows were ready before they could be stopped")
-    rest(6 * HANG_S)
+    rest(3 * HANG_S)
     os.kill(starting, signal.SIGCONT)
     after = host.until_protected()
     assert workers(after)["slot0"] == [pids(before, "slot0")[0], starting]
@@ -136,10 +136,10 @@ def test_row_50_a_pause_holds_with_one_engine_idle(host: SoakHost, truth: Any) -
     eventually(lambda: len(busy(host)) == 1, what="one engine is busy")
     host.post("/pause?mode=keep")
     second = stream(host)
-    host.until("both hold", lambda s: all(row.workers[0].phase == HELD for row in s.slots), 120.0)
-    rest(2 * HANG_S)  # what was on its way to the client has come
+    host.until("both hold", lambda s: all(row.workers[0].phase == HELD for row in s.slots), 300.0)
+    rest(HANG_S)  # what was on its way to the client has come
     told = len(made.seen.token_ids)
-    rest(6 * HANG_S)
+    rest(5 * HANG_S + 1.0)
     assert len(made.seen.token_ids) - told <= 4, "paused"
     host.post("/resume")
     assert facts(second.result()) == truth
@@ -156,7 +156,7 @@ def test_row_15_an_unpark_that_fails_is_exit_1_and_says_so(host: SoakHost, truth
         host.flag.unlink()
     assert code == 1
     assert "unpark failed" in incident["outcome"]
-    status = host.until("quarantine", lambda s: slot(s, "slot0").state == "quarantined", 120.0)
+    status = host.until("quarantine", lambda s: slot(s, "slot0").state == "quarantined", 300.0)
     assert slot(status, "slot0").workers == ()
     assert facts(stream(host).result()) == truth, "the other slot serves"
     assert ctl(host, "restore", "slot0")[0] == 0
@@ -200,6 +200,6 @@ def test_row_57_any_worker_may_die_and_no_request_notices(host: SoakHost) -> Non
     eventually(lambda: all(len(one.seen.token_ids) >= 4 for one in both), what="tokens")
     for name in eventually(lambda: busy(host), what="a main runs something"):
         os.kill(main_pid(host, name), signal.SIGKILL)
-    assert [facts(one.result(120)) for one in both] == [first, first]
+    assert [facts(one.result()) for one in both] == [first, first]
     after = host.until_protected()
     assert sum(row.generation for row in after.slots) > sum(row.generation for row in before.slots)

@@ -66,7 +66,7 @@ def told_everywhere(host: SaboteurHost, name: str, state: str) -> str:
         return row.state == state and row.gave_up and row.reason in said  # the incident comes right after the state
 
     view = slot(host.until(state, lambda s: given_up(slot(s, name)), 300.0), name)
-    rows = call_sync(host.paths.belayerd_sock, ListIncidents(), IncidentList, 60.0).incidents
+    rows = call_sync(host.paths.belayerd_sock, ListIncidents(), IncidentList, 300.0).incidents
     assert next(row for row in rows if row.slot == name) == view.last_incident
     sent = {"slot": name, "state": state, "reason": view.reason}
     eventually(lambda: any(sent.items() <= row.items() for row in host.alerted()), what="the alert")
@@ -220,9 +220,9 @@ def test_a_zygote_that_is_killed_while_it_imports_is_told_by_its_signal() -> Non
     try:
         host.start(ROLLOUT)
         lock = host.paths.run / "zygote.lock"
-        pid = int(eventually(lambda: lock.exists() and lock.read_text(), within=120, what="a zygote on its way"))
+        pid = int(eventually(lambda: lock.exists() and lock.read_text(), within=300, what="a zygote on its way"))
         os.kill(pid, signal.SIGKILL)
-        status = host.until("the failure", lambda s: "did not start" in s.zygote, 120.0)
+        status = host.until("the failure", lambda s: "did not start" in s.zygote, 300.0)
         assert "killed by signal 9 (SIGKILL)" in status.zygote
         assert not status.zygote_failed, "once may be chance"
     finally:
@@ -238,7 +238,7 @@ def test_a_zygote_that_still_imports_is_waited_for_by_the_next_belayerd() -> Non
     try:
         host.start(ROLLOUT)
         lock, log = host.paths.run / "zygote.lock", host.paths.log("belayerd")
-        pid = int(eventually(lambda: lock.exists() and lock.read_text(), within=120, what="a zygote on its way"))
+        pid = int(eventually(lambda: lock.exists() and lock.read_text(), within=300, what="a zygote on its way"))
         os.kill(pid, signal.SIGSTOP)
         eventually(lambda: procs.state(pid) == "T", what="it stands still")
         assert not host.paths.zygote_sock.exists(), "it does not listen yet"

@@ -11,14 +11,16 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.apis import APIS, asking, same
+from tests.support.apis import APIS, Asking, asking, same
 from tests.support.router_stack import RouterStack
 from tests.support.streams import Seen, Stream, chat, completion, tokens_in
 from tests.support.wait import eventually
+from tests.support.worker_stack import Worker
 
 pytestmark = pytest.mark.engine
 
 TOKENS = 60
+SOME = 5  # streams that must be in their middle when the worker dies
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
@@ -123,20 +125,20 @@ def leave_and_return(host: Host, name: str, cut: int, truth: Seen) -> tuple[Seen
     headers = {"x-request-id": f"{name}-{cut}"}
     first = Stream(host.url, path, body, headers, until=min(cut, len(truth.token_ids) - 1))
     first.start()
-    had = first.result(180)
+    had = first.result()
     headers["x-belayer-position"] = str(had.position)
     second = Stream(host.url, path, body, headers)
     second.start()
-    return had, second.result(180)
+    return had, second.result()
 
 
 def test_every_feature_goes_on_at_every_cut(host: Host) -> None:
     """Tokens, text, logprobs, arguments, finish and usage of both parts together are those of one unfailed run."""
     host.promote(host.stack.spawn())
-    plain = host.start("completion stop string").result(120)
+    plain = host.start("completion stop string").result()
     BODIES["completion stop string"][1]["stop"] = [late_piece(plain.text)]
     with ThreadPoolExecutor(len(BODIES)) as pool:
-        truths = dict(zip(ONE_CHOICE, pool.map(lambda name: host.start(name).result(180), ONE_CHOICE), strict=True))
+        truths = dict(zip(ONE_CHOICE, pool.map(lambda name: host.start(name).result(), ONE_CHOICE), strict=True))
         for name, truth in truths.items():
             assert (truth.status, truth.done, len(truth.finishes)) == (200, 1, 1), (name, truth)
         for cut in CUTS:
@@ -161,11 +163,11 @@ def prompt_logprobs_are_told_again(host: Host) -> None:
     body = {**completion(8, prompt_logprobs=1, logprobs=1), "stream": False}
     del body["stream_options"]
     headers = {"x-request-id": "prompt-logprobs"}
-    first = httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=120).json()
+    first = httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=300).json()
     assert first["choices"][0]["prompt_logprobs"][1]
     headers["x-belayer-position"] = "0"
     tokens = host.status().tokens_total
-    again = httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=120).json()
+    again = httpx.post(f"{host.url}/v1/completions", json=body, headers=headers, timeout=300).json()
     assert (again["choices"], again["usage"]) == (first["choices"], first["usage"])
     assert host.status().tokens_total == tokens, "no engine was asked"
 
@@ -173,31 +175,26 @@ def prompt_logprobs_are_told_again(host: Host) -> None:
 def test_streams_of_every_kind_outlive_a_killed_worker(host: Host) -> None:
     first = host.stack.spawn()
     host.promote(first)
-    assert httpx.get(f"{host.url}/health", timeout=120).status_code == 200
-    plain = host.start("completion stop string").result(120)
+    assert httpx.get(f"{host.url}/health", timeout=300).status_code == 200
+    plain = host.start("completion stop string").result()
     BODIES["completion stop string"][1]["stop"] = [late_piece(plain.text)]
-    truths = {name: stream.result(180) for name, stream in [(name, host.start(name)) for name in BODIES]}
+    truths = {name: stream.result() for name, stream in [(name, host.start(name)) for name in BODIES]}
     assert truths["completion stop string"].finishes == ["stop"]
     for name, truth in truths.items():
         assert truth.status == 200, (name, truth)
         assert not truth.errors, (name, truth.errors)
-    other_truths = {path: asking(host.url, path, TOKENS).result(180) for path in APIS}
+    other_truths = {path: asking(host.url, path, TOKENS).result() for path in APIS}
     shadow = host.stack.spawn()
-    streams = {name: host.start(name) for name in BODIES}
-    others = {path: asking(host.url, path, TOKENS) for path in APIS}
-    eventually(
-        lambda: all(map(in_its_middle, streams.values())) and all(one.told.text for one in others.values()),
-        what="every stream is in its middle",
-    )
+    streams, others = caught(host, first)
     host.lose(first)
     interrupted = host.status().waiting
-    assert interrupted >= 5
+    assert interrupted >= 1
     host.promote(shadow)
-    seen = {name: stream.result(180) for name, stream in streams.items()}
+    seen = {name: stream.result() for name, stream in streams.items()}
     for name, one in seen.items():
         assert_same(one, truths[name], name)
     for path, other in others.items():
-        same(other.result(180), other_truths[path])
+        same(other.result(), other_truths[path])
     report = host.status().slots[0].last_resume
     assert report is not None
     assert report.resumed == interrupted
@@ -206,13 +203,36 @@ def test_streams_of_every_kind_outlive_a_killed_worker(host: Host) -> None:
     host.lose(shadow)
 
 
+def caught(host: Host, worker: Worker) -> tuple[dict[str, Stream], dict[str, Asking]]:
+    """Streams of every kind and of the other APIs, whose worker stands still while some of them are in their middle,
+    and none at its beginning. They come to it at once, so that none has ended when the last one begins."""
+    for _ in range(5):
+        worker.stop()
+        before = host.status().running
+        streams = {name: host.start(name) for name in BODIES}
+        others = {path: asking(host.url, path, TOKENS) for path in APIS}
+        wanted = before + sum(body.get("n", 1) for _, body in BODIES.values()) + len(APIS)
+        eventually(lambda wanted=wanted: host.status().running >= wanted, what="all are with the worker")
+        worker.go_on()
+        eventually(
+            lambda streams=streams, others=others: all(map(in_its_middle, streams.values()))
+            and all(one.told.text or not one.is_alive() for one in others.values()),
+            what="every stream is in its middle",
+        )
+        if host.caught_running(worker, SOME):
+            return streams, others
+        assert not [one.result().errors for one in streams.values() if one.result().errors]
+        assert not [one.result().errors for one in others.values() if one.result().errors]
+    raise AssertionError(f"five times fewer than {SOME} streams were in their middle")
+
+
 def test_the_last_worker_goes_and_another_comes_later(host: Host) -> None:
     first = host.stack.spawn()
     host.promote(first)
-    truth = host.start("chat greedy").result(120)
+    truth = host.start("chat greedy").result()
     stream = host.start("chat greedy")
     eventually(lambda: len(stream.seen.token_ids) >= 10, what="ten tokens")
     host.lose(first)
-    assert httpx.get(f"{host.url}/health", timeout=120).status_code == 503
+    assert httpx.get(f"{host.url}/health", timeout=300).status_code == 503
     host.promote(host.stack.spawn())
-    assert_same(stream.result(120), truth, "chat greedy")
+    assert_same(stream.result(), truth, "chat greedy")

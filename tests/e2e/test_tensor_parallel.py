@@ -37,7 +37,7 @@ pytestmark = pytest.mark.engine
 
 CACHE = Path(__file__).parents[2] / ".cache"
 LOGS = CACHE / "logs/test_tensor_parallel"
-HANG_S = 1.5
+HANG_S = 3.0
 SLOT = f"tensor_parallel = 2\nhang_limit_s = {HANG_S}\nkv_bytes = {32 << 20}\nmax_model_len = 512\n"
 TOKENS = 120
 PROMPT = [(7 * i + 3) % 1000 for i in range(300)]  # it begins as the prompt that a worker warms up with
@@ -101,7 +101,7 @@ def test_the_group_fails_over_as_one(
     eventually(lambda: all(len(one.seen.token_ids) >= 8 for one in streams.values()), what="tokens")
     send(rank if who == "rank" else pid, number)
     assert all(one.is_alive() for one in streams.values()), "the fault came while both streams ran"
-    assert {name: facts(one.result(120)) for name, one in streams.items()} == truth
+    assert {name: facts(one.result()) for name, one in streams.items()} == truth
 
     after = slot(host.until_protected(), "slot0")
     assert after.generation == before.generation + 1, "one fault, one handover"
@@ -132,7 +132,7 @@ def test_a_shadow_whose_rank_stands_still_while_idle_is_replaced(host: LocalHost
     host.until(
         "another shadow",
         lambda s: slot(s, "slot0").protected and leader(slot(s, "slot0"), "shadow")[0] != worker,
-        120.0,
+        300.0,
     )
     assert slot(host.status(), "slot0").generation == before.generation
     eventually(lambda: all(not procs.lives(one) for one in group), what="nothing of the old shadow lives")
@@ -155,12 +155,12 @@ def test_ranks_that_come_apart_are_a_failure_of_the_group(
     streams = {name: stream(host, name) for name in BODIES}
     eventually(lambda: all(len(one.seen.token_ids) >= 8 for one in streams.values()), what="tokens")
     if how == "again":  # of a group at rest
-        assert {name: facts(one.result(120)) for name, one in streams.items()} == truth
+        assert {name: facts(one.result()) for name, one in streams.items()} == truth
     with host.sabotage(f"apart {how}"):
         eventually((host.paths.run / "sabotage.begun").exists, what="the rank goes its own way")
-        host.until("the handover", lambda s: slot(s, "slot0").generation > before.generation, 120.0)
+        host.until("the handover", lambda s: slot(s, "slot0").generation > before.generation, 300.0)
     (host.paths.run / "sabotage.begun").unlink()
-    assert {name: facts(one.result(120)) for name, one in streams.items()} == truth
+    assert {name: facts(one.result()) for name, one in streams.items()} == truth
 
     def told() -> bool:
         last = slot(host.status(), "slot0").last_incident
@@ -184,7 +184,7 @@ def test_a_group_that_fails_a_gate_never_serves(
     assert len(group) >= 2
     with host.sabotage(fault):
         send(leader(before)[1], signal.SIGKILL)
-        ended = host.until("quarantine", lambda s: slot(s, "slot0").state == "quarantined", 120.0)
+        ended = host.until("quarantine", lambda s: slot(s, "slot0").state == "quarantined", 300.0)
     reason = slot(ended, "slot0").reason
     assert reason.startswith(said), reason
     assert fault != "rank digest" or "(rank 1) maps version 1 (000000000000)" in reason
@@ -192,7 +192,7 @@ def test_a_group_that_fails_a_gate_never_serves(
     eventually(lambda: [row.state for row in arenas(host)] == ["quarantined"] * 2, what="both arenas")
     assert ctl(host, "restore", "slot0")[0] == 0
     host.until_protected()
-    assert facts(stream(host, "greedy").result(120)) == truth["greedy"]
+    assert facts(stream(host, "greedy").result()) == truth["greedy"]
 
 
 def test_the_ranks_are_shown(host: LocalHost) -> None:
@@ -205,7 +205,7 @@ def test_the_ranks_are_shown(host: LocalHost) -> None:
             for one in workers
         )
 
-    host.until("the ranks", shown, 120.0)
+    host.until("the ranks", shown, 300.0)
     code, shown, _ = ctl(host, "status")
     assert (code, len(shown["host"]["slots"][0]["workers"][0]["ranks"])) == (0, 1)
 
@@ -224,7 +224,7 @@ def test_the_weights_lie_in_two_parts_with_their_own_digests(host: LocalHost) ->
 
 
 def greedy(host: LocalHost) -> Any:
-    return facts(stream(host, "greedy").result(120))
+    return facts(stream(host, "greedy").result())
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +318,7 @@ def test_torn_parts_are_served_by_nobody_until_they_are_published_again(
         end(host)
     waiting = stream(host, "greedy")
     send(rank_of(leader(slot(host.status(), "slot0"))[1]), signal.SIGKILL)
-    held = host.until("its gate", lambda s: "owners: an update of" in slot(s, "slot0").reason, 120.0)
+    held = host.until("its gate", lambda s: "owners: an update of" in slot(s, "slot0").reason, 300.0)
     assert slot(held, "slot0").state == "handover"
     assert waiting.seen.chunks == []
     with writing(host) as update:
@@ -326,7 +326,7 @@ def test_torn_parts_are_served_by_nobody_until_they_are_published_again(
         update.commit()
     end(host)
     all_follow(host, version + 1)
-    assert facts(waiting.result(120)) == said == greedy(host)
+    assert facts(waiting.result()) == said == greedy(host)
 
 
 def test_a_rank_that_cannot_follow_takes_its_group_with_it(
@@ -366,7 +366,7 @@ def test_what_a_flush_empties_is_computed_again_by_the_group(host: LocalHost) ->
     assert ask() == first
     assert counts[0] == 0
     assert counts[1] >= 256, "without a flush all whole blocks are found"
-    assert httpx.post(f"{host.status().router_url}/reset_prefix_cache").status_code == 200
+    assert httpx.post(f"{host.status().router_url}/reset_prefix_cache", timeout=300).status_code == 200
     assert ask() == first
     assert counts[2] == 0
     again = TWO if [row.digest for row in weights(host)] == laid_out(host, TWO) else ONE
@@ -397,7 +397,7 @@ def test_an_update_by_swap_is_of_all_ranks(host: LocalHost, truth: dict[str, Any
     assert greedy(host) == said
     before = slot(host.until_protected(), "slot0")
     send(leader(before)[1], signal.SIGKILL)
-    host.until("the handover", lambda s: slot(s, "slot0").generation > before.generation, 120.0)
+    host.until("the handover", lambda s: slot(s, "slot0").generation > before.generation, 300.0)
     assert greedy(host) == said, "each rank of the shadow had followed"
     with pytest.raises(Refused, match="came by a swap"):
         publish(host, ONE, "in_place")

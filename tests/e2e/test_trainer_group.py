@@ -17,6 +17,7 @@ from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
 from benchmarks import tiny
 from tests.e2e.test_host import ctl, main_pid, slot
 from tests.e2e.test_weight_updates import CACHE, MODEL, SMOL, all_follow, publish, tokens, weights
+from tests.support.patience import SLOT, patient
 from tests.support.trainer_group import Process
 from tests.support.wait import eventually, remove_tree
 
@@ -29,7 +30,7 @@ ONE, TWO = (tiny.make(CACHE / f"models/belayer-tiny{suffix}", SMOL, seed) for su
 def host() -> Iterator[LocalHost]:
     root = Path(tempfile.mkdtemp(prefix="bl-"))
     extra = "[policy]\nrepeat_window_s = 0.001\n[envkeeper]\nenabled = false\n"
-    host = LocalHost(root, demo_config(ONE, free_port(), slots=1, extra=extra))
+    host = LocalHost(root, patient(demo_config(ONE, free_port(), slots=1, extra_slot=SLOT, extra=extra)))
     try:
         host.start(ROLLOUT)
         host.until_protected()

@@ -25,6 +25,7 @@ from belayerd.handover import Action
 from belayerd.pair import Pair
 from benchmarks import tiny
 from tests.e2e.test_host import ctl, facts, slot
+from tests.support.patience import patient
 from tests.support.streams import Stream, completion
 from tests.support.wait import eventually
 
@@ -44,7 +45,7 @@ def host() -> Iterator[LocalHost]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "belayer-test", root / "state"], check=True)
     model = tiny.make(CACHE / "models/belayer-tiny", CACHE / "models/SmolLM2-135M-Instruct")
     config = demo_config(model, free_port(), slots=1, extra_slot="hang_limit_s = 60.0", extra=EXTRA)
-    host = LocalHost(root, config)
+    host = LocalHost(root, patient(config))
     try:
         host.start(ROLLOUT)
         host.until_protected()
@@ -58,7 +59,7 @@ def host() -> Iterator[LocalHost]:
 
 @pytest.fixture(scope="module")
 def truth(host: LocalHost) -> Any:
-    return facts(start(host).result(120))
+    return facts(start(host).result())
 
 
 @contextmanager
@@ -103,7 +104,7 @@ def killed(pid: int) -> None:
 
 
 def causes(host: LocalHost) -> list[str]:
-    rows = call_sync(host.paths.belayerd_sock, ListIncidents(), IncidentList, 10.0).incidents
+    rows = call_sync(host.paths.belayerd_sock, ListIncidents(), IncidentList, 300.0).incidents
     return [row.cause for row in rows]
 
 
@@ -115,7 +116,7 @@ def test_a_full_disk_costs_no_handover(host: LocalHost, truth: Any) -> None:
         for _ in range(2):
             stream = under_way(host)
             killed(pids(host)["main"])
-            assert facts(stream.result(120)) == truth
+            assert facts(stream.result()) == truth
             host.until_protected()  # and no daemon has ended
         assert causes(host) == known
     assert slot(host.status(), ONE).generation == before + 2
@@ -142,6 +143,6 @@ def test_belayerd_dies_together_with_the_candidate_of_its_handover(host: LocalHo
     killed(old["shadow"])
     host.spawn("belayerd")
     after = host.until_protected()
-    assert facts(stream.result(120)) == truth
+    assert facts(stream.result()) == truth
     assert slot(after, ONE).generation == before + 1
     assert not {old["main"], old["shadow"]} & set(pids(host).values())

@@ -27,6 +27,7 @@ from gpuowner.attach import OwnerClient
 from gpuowner.publish import publishing
 from gpuowner.update import begin_update
 from tests.e2e.test_host import ctl, main_pid, pids, slot
+from tests.support.patience import SLOT, patient
 from tests.support.streams import Seen, Stream, completion
 from tests.support.wait import eventually, remove_tree
 
@@ -42,9 +43,8 @@ LONG = completion(500, ignore_eos=True)
 @contextmanager
 def hosting(update: str) -> Iterator[LocalHost]:
     root = Path(tempfile.mkdtemp(prefix="bl-"))
-    config = demo_config(
-        ONE, free_port(), slots=1, extra="[policy]\nrepeat_window_s = 0.001\n[envkeeper]\nenabled = false\n"
-    )
+    extra = "[policy]\nrepeat_window_s = 0.001\n[envkeeper]\nenabled = false\n"
+    config = patient(demo_config(ONE, free_port(), slots=1, extra_slot=SLOT, extra=extra))
     config = config.replace(f'name = "{MODEL}"', f'name = "{MODEL}"\nupdate = "{update}"', 1)
     host = LocalHost(root, config)
     try:
@@ -71,7 +71,7 @@ def tokens(host: LocalHost) -> tuple[list[int], set[str]]:
     """(a short greedy answer, weight versions that its chunks name)."""
     stream = Stream(host.status().router_url, "/v1/completions", completion(24, ignore_eos=True))
     stream.start()
-    seen = stream.result(120)
+    seen = stream.result()
     assert seen.errors == []
     assert len(seen.token_ids) == 24
     return seen.token_ids, versions(seen)
@@ -89,7 +89,7 @@ def long_stream(host: LocalHost) -> Stream:
 
 
 def whole(stream: Stream) -> Seen:
-    seen = stream.result(180)
+    seen = stream.result()
     assert seen.error is None
     assert seen.errors == []
     assert (len(seen.token_ids), seen.finishes, seen.done) == (500, ["length"], 1)
@@ -119,18 +119,18 @@ def publish(host: LocalHost, folder: Path, mode: str = "") -> int:
 
 def begin(host: LocalHost, within_s: float = 60.0) -> WeightsUpdated:
     message = BeginWeightsUpdate(model=MODEL, within_s=within_s)
-    return call_sync(host.paths.belayerd_sock, message, WeightsUpdated, 60.0)
+    return call_sync(host.paths.belayerd_sock, message, WeightsUpdated, 300.0)
 
 
 def end(host: LocalHost) -> WeightsUpdated:
-    return call_sync(host.paths.belayerd_sock, EndWeightsUpdate(model=MODEL), WeightsUpdated, 60.0)
+    return call_sync(host.paths.belayerd_sock, EndWeightsUpdate(model=MODEL), WeightsUpdated, 300.0)
 
 
 def paused(host: LocalHost) -> None:
     def fact(status: HostStatusReply) -> bool:
         return [w.phase for w in slot(status, "slot0").workers if w.role == "main"] == ["paused"]
 
-    host.until("a paused main", fact, 120.0)
+    host.until("a paused main", fact, 300.0)
 
 
 def test_a_stream_goes_on_over_an_update_and_back(host: LocalHost) -> None:
@@ -162,13 +162,13 @@ def test_an_update_under_a_pause_of_vllms_own(host: LocalHost, mode: str) -> Non
     before = host.until_protected()
     version, url = weights(host).version, host.status().router_url
     stream = long_stream(host) if mode == "keep" else None
-    assert httpx.post(f"{url}/pause", params={"mode": mode}, timeout=60).status_code == 200
+    assert httpx.post(f"{url}/pause", params={"mode": mode}, timeout=300).status_code == 200
     told = len(stream.seen.token_ids) if stream else 0
     assert publish(host, TWO if version % 2 else ONE) == version + 1
     after = all_follow(host, version + 1)
     assert pids(after, "slot0") == pids(before, "slot0"), "nobody was replaced"
     assert stream is None or len(stream.seen.token_ids) - told <= 4, "paused"
-    assert httpx.post(f"{url}/resume", timeout=60).status_code == 200
+    assert httpx.post(f"{url}/resume", timeout=300).status_code == 200
     tokens(host)
     if stream is not None:
         whole(stream)
@@ -188,7 +188,7 @@ def test_a_main_killed_around_an_update_leaves_whole_weights(host: LocalHost, wh
         os.kill(victim, signal.SIGKILL)
         eventually(lambda: not procs.lives(victim), what="the main is dead")
 
-    client = OwnerClient(host.paths.owner_sock("weights"), Role.LOADER, "test", timeout=120.0)
+    client = OwnerClient(host.paths.owner_sock("weights"), Role.LOADER, "test", timeout=300.0)
     if when == "before":
         kill()
     with begin_update(client, MODEL, whole=True) as update:
@@ -236,7 +236,7 @@ def test_belayerd_killed_inside_an_update_finds_the_pause_again(host: LocalHost)
     begin(host)
     paused(host)
     host.kill9("belayerd")
-    client = OwnerClient(host.paths.owner_sock("weights"), Role.LOADER, "test", timeout=120.0)
+    client = OwnerClient(host.paths.owner_sock("weights"), Role.LOADER, "test", timeout=300.0)
     with begin_update(client, MODEL, whole=True) as update:
         update.write_folder(TWO if version % 2 else ONE)
         update.commit()
@@ -252,7 +252,7 @@ def test_in_place_a_dead_writer_leaves_torn_weights_that_nobody_serves() -> None
     with hosting("in_place") as host:
         first, _ = tokens(host)
         begin(host)
-        client = OwnerClient(host.paths.owner_sock("weights"), Role.LOADER, "test", timeout=120.0)
+        client = OwnerClient(host.paths.owner_sock("weights"), Role.LOADER, "test", timeout=300.0)
         update = begin_update(client, MODEL, mode="in_place", whole=True)
         update.write_folder(TWO)
         client.close()  # the writer is gone, nothing was committed
@@ -263,13 +263,13 @@ def test_in_place_a_dead_writer_leaves_torn_weights_that_nobody_serves() -> None
         waiting = Stream(host.status().router_url, "/v1/completions", completion(24, ignore_eos=True))
         waiting.start()
         os.kill(victim, signal.SIGKILL)
-        host.until("the handover", lambda s: slot(s, "slot0").state == "handover", 120.0)
-        held = host.until("its gate", lambda s: "owners: an update of" in slot(s, "slot0").reason, 120.0)
+        host.until("the handover", lambda s: slot(s, "slot0").state == "handover", 300.0)
+        held = host.until("its gate", lambda s: "owners: an update of" in slot(s, "slot0").reason, 300.0)
         assert slot(held, "slot0").state == "handover"
         assert waiting.seen.chunks == []
         assert publish_again(host, ONE) == 2
         all_follow(host, 2)
-        assert waiting.result(120).token_ids == first
+        assert waiting.result().token_ids == first
         assert tokens(host)[0] == first
 
 
@@ -282,7 +282,7 @@ def owner_state(host: LocalHost) -> str:
 
 
 def publish_again(host: LocalHost, folder: Path) -> Any:
-    client = OwnerClient(host.paths.owner_sock("weights"), Role.LOADER, "test", timeout=120.0)
+    client = OwnerClient(host.paths.owner_sock("weights"), Role.LOADER, "test", timeout=300.0)
     with begin_update(client, MODEL, mode="in_place", whole=True) as update:
         update.write_folder(folder)
         update.commit()

@@ -57,7 +57,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owners]:
 def raw(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.connect(str(path))  # without a deadline: with one, a full queue is an error at once
-    sock.settimeout(120.0)
+    sock.settimeout(300.0)
     return sock
 
 

@@ -44,7 +44,7 @@ class Host:
         self.stack.wait_socket(self.daemon, self.path)
 
     def client(self, role: o.Role = o.Role.WORKER) -> OwnerClient:
-        return OwnerClient(self.path, role, "test", timeout=60.0)
+        return OwnerClient(self.path, role, "test", timeout=300.0)
 
     def view(self, mode: str) -> WeightsView:
         return WeightsView(self.client(), MODELS[mode])

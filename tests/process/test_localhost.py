@@ -24,9 +24,9 @@ def test_a_users_program_with_the_root_in_its_environment_is_not_killed() -> Non
         ours = subprocess.Popen([sys.executable, "-c", holder, "/x/gpuowner/holder.py"], stdin=subprocess.PIPE, env=env)
         try:
             host.stop()
-            assert ours.wait(120) == -9, "what looks like the holder of this root has ended"
+            assert ours.wait(300) == -9, "what looks like the holder of this root has ended"
             assert users.poll() is None
-            users.communicate(b"\n", 10)
+            users.communicate(b"\n", 300)
             assert users.returncode == 0
         finally:
             for child in (users, ours):
@@ -47,7 +47,7 @@ def test_a_worker_that_no_status_has_told_of_is_ended_by_its_control_group() -> 
             (place / "cgroup.procs").write_text(str(worker.pid))
             assert groups.all_pids() == [worker.pid]
             host.stop()
-            assert worker.wait(120) == -9
+            assert worker.wait(300) == -9
             assert not groups.base.exists()
         finally:
             worker.kill()

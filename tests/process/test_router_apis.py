@@ -111,7 +111,7 @@ def test_a_stream_that_ends_does_so_by_an_error_of_its_api(host: RouterHost, pat
 @each
 def test_a_stream_that_an_admin_aborts_ends_by_an_error(host: RouterHost, path: str) -> None:
     one, worker = held(host, path)
-    assert httpx.post(f"{host.url}/abort_requests", json={}).status_code == 200
+    assert httpx.post(f"{host.url}/abort_requests", json={}, timeout=300).status_code == 200
     told = one.result()
     assert error_of(told, path)[0] == "refused"
     assert told.end == {}
@@ -128,7 +128,7 @@ def test_an_answer_that_is_no_stream_is_an_error_of_its_api(host: RouterHost, pa
     eventually(lambda: worker.running() == 1, what="it is on board")
     worker.kill()
     host.unregister(worker)
-    one.join(60)
+    one.join(300)
     (answer,) = answers
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     said = answer.json()
@@ -144,7 +144,7 @@ class Whole(Asking):
         self._wish = {"x-belayer-on-death": wish} if wish else {}
 
     def run(self) -> None:
-        self._answers.append(httpx.post(self._url, json=self._what, headers=self._wish, timeout=120))
+        self._answers.append(httpx.post(self._url, json=self._what, headers=self._wish, timeout=300))
 
 
 @each
@@ -160,7 +160,7 @@ def test_a_client_that_leaves_frees_the_engine(host: RouterHost, path: str) -> N
 @each
 @pytest.mark.parametrize("headers", [{"x-belayer-position": "3"}, {"x-belayer-on-death": "abort"}])
 def test_what_an_api_cannot_say_cannot_be_asked_for(host: RouterHost, path: str, headers: dict[str, str]) -> None:
-    answer = httpx.post(host.url + path, json=body(path, TOKENS), headers=headers)
+    answer = httpx.post(host.url + path, json=body(path, TOKENS), headers=headers, timeout=300)
     assert answer.status_code == 409
     assert answer.json()["error"]["type"] == "refused"
     assert path in answer.json()["error"]["message"]
@@ -171,7 +171,7 @@ def test_the_clients_of_both_apis_understand_their_errors(host: RouterHost) -> N
     """What users have: anthropic's raises for the event, openai's hands it on as its own error event."""
     wish = {"x-belayer-on-death": "error"}
     worker = host.worker("s0", *HELD)
-    theirs = anthropic.Anthropic(base_url=host.url, api_key="none", max_retries=0, timeout=60)
+    theirs = anthropic.Anthropic(base_url=host.url, api_key="none", max_retries=0, timeout=300)
     stream = theirs.messages.create(
         model="smollm2",
         max_tokens=TOKENS,
@@ -185,7 +185,7 @@ def test_the_clients_of_both_apis_understand_their_errors(host: RouterHost) -> N
     with pytest.raises(anthropic.APIStatusError, match="worker_gone"):
         list(stream)
     worker = host.worker("s0", *HELD)
-    ours = openai.OpenAI(base_url=f"{host.url}/v1", api_key="none", max_retries=0, timeout=60)
+    ours = openai.OpenAI(base_url=f"{host.url}/v1", api_key="none", max_retries=0, timeout=300)
     last = None
     for event in ours.responses.create(model="smollm2", input=WORDS, stream=True, extra_headers=wish):
         last = event
@@ -219,7 +219,7 @@ def test_mistakes_are_4xx_and_no_failure(host: RouterHost, name: str) -> None:
     host.worker("s0")
     failed = host.status().failed_total
     mistakes = host.metric(f'belayer_client_mistakes_total{{status="{status}"}}')
-    answer = httpx.post(host.url + path, json={"model": "smollm2", **what})
+    answer = httpx.post(host.url + path, json={"model": "smollm2", **what}, timeout=300)
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
     assert answer.json().get("type") == ("error" if path == MESSAGES else None)

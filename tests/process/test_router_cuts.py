@@ -77,8 +77,7 @@ def fresh(host: RouterHost, slot: str) -> int:
 
 
 def assert_same(seen: Seen, truth: Seen) -> None:
-    assert seen.status == 200
-    assert seen.error is None
+    assert (seen.status, seen.error, seen.errors) == (200, None, [])
     assert seen.text == truth.text
     assert seen.token_ids == truth.token_ids
     assert seen.logprobs == truth.logprobs
@@ -101,7 +100,7 @@ def test_a_stream_outlives_its_worker(host: RouterHost, path: str, cut: int) -> 
     held(host, "s0", before + cut)
     die(host, first)
     assert host.status().waiting == 1
-    assert httpx.get(f"{host.url}/health", timeout=120).status_code == 503
+    assert httpx.get(f"{host.url}/health", timeout=300).status_code == 503
     host.worker("s0")
     seen = stream.result()
     assert_same(seen, truth)
@@ -136,7 +135,7 @@ def test_the_openai_client_sees_no_difference(host: RouterHost) -> None:
     held(host, "s0", before + 7)
     die(host, first)
     host.worker("s0")
-    thread.join(120)
+    thread.join(300)
     assert got == [truth]
     assert (truth[1], truth[2], len(truth[3])) == (["assistant"], ["length"], 1)
 
@@ -157,7 +156,7 @@ def test_the_answer_that_is_not_streamed_is_equal_too(host: RouterHost) -> None:
     eventually(lambda: host.slot("s0").running == 3 and fresh(host, "s0") >= before + 9)
     die(host, first)
     host.worker("s0")
-    ask.join(120)
+    ask.join(300)
     assert got[0]["choices"] == truth["choices"]
     assert got[0]["usage"] == truth["usage"]
 
@@ -294,7 +293,7 @@ def test_a_client_mistake_is_4xx_and_harms_nobody(host: RouterHost, name: str) -
     answer = httpx.post(f"{host.url}{path}", headers={"content-type": "application/json"}, timeout=300, **send)
     assert answer.status_code == status, answer.text
     assert answer.json()
-    assert httpx.get(f"{host.url}/health", timeout=120).status_code == 200
+    assert httpx.get(f"{host.url}/health", timeout=300).status_code == 200
     after = host.status()
     assert (after.failed_total, after.running, after.waiting) == (before.failed_total, 0, 0)
 
@@ -350,7 +349,7 @@ def test_a_request_that_kills_workers_is_ended_and_its_siblings_freed(host: Rout
         fake = host.worker("s0", "--hold-at", "0")
         eventually(lambda fake=fake: fake.running() == 2, what="both choices are on board")
         die(host, fake)
-    ask.join(120)
+    ask.join(300)
     (answer,) = got
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "poison_request"
@@ -424,20 +423,20 @@ def test_a_beam_search_goes_on_through_a_death(host: RouterHost) -> None:
     die(host, first)
     assert not got
     host.worker("s0")
-    thread.join(60)
+    thread.join(300)
     assert got == [truth]
 
 
 def test_admin_routes_reach_all_workers(host: RouterHost) -> None:
     host.worker("s0")
     host.worker("s1")
-    assert httpx.post(f"{host.url}/pause?mode=keep", timeout=120).status_code == 200
+    assert httpx.post(f"{host.url}/pause?mode=keep", timeout=300).status_code == 200
     # vLLM asks all and wants one answer
-    assert httpx.get(f"{host.url}/is_paused", timeout=120).json() == {"is_paused": True}
-    assert httpx.post(f"{host.url}/resume", timeout=120).status_code == 200
-    assert httpx.get(f"{host.url}/is_paused", timeout=120).json() == {"is_paused": False}
-    assert httpx.post(f"{host.url}/reset_prefix_cache", timeout=120).status_code == 200
-    refused = httpx.post(f"{host.url}/sleep", timeout=120)
+    assert httpx.get(f"{host.url}/is_paused", timeout=300).json() == {"is_paused": True}
+    assert httpx.post(f"{host.url}/resume", timeout=300).status_code == 200
+    assert httpx.get(f"{host.url}/is_paused", timeout=300).json() == {"is_paused": False}
+    assert httpx.post(f"{host.url}/reset_prefix_cache", timeout=300).status_code == 200
+    refused = httpx.post(f"{host.url}/sleep", timeout=300)
     assert refused.status_code == 500
     assert "no sleep" in refused.json()["error"]["message"]
 
@@ -449,19 +448,19 @@ def test_a_worker_that_comes_during_a_pause_is_paused_before_it_gets_requests(ho
     stream = Stream(host.url, "/v1/completions", completion(TOKENS))
     stream.start()
     held(host, "s0", before + 5)
-    assert httpx.post(f"{host.url}/pause?mode=keep", timeout=120).status_code == 200
+    assert httpx.post(f"{host.url}/pause?mode=keep", timeout=300).status_code == 200
     die(host, first)
     second = host.worker("s0")
-    assert httpx.get(f"{host.url}/is_paused", timeout=120).json() == {"is_paused": True}
+    assert httpx.get(f"{host.url}/is_paused", timeout=300).json() == {"is_paused": True}
     eventually(lambda: second.running() == 1, what="the second has the request")
     assert fresh(host, "s0") == before + 5
-    assert httpx.post(f"{host.url}/resume", timeout=120).status_code == 200
+    assert httpx.post(f"{host.url}/resume", timeout=300).status_code == 200
     assert_same(stream.result(), truth)
 
 
 def test_metrics_stand_beside_those_of_vllm(host: RouterHost) -> None:
     host.worker("s0")
-    text = httpx.get(f"{host.url}/metrics", timeout=120).text
+    text = httpx.get(f"{host.url}/metrics", timeout=300).text
     assert 'belayer_slot_up{slot="s0"} 1.0' in text
     assert "belayer_tokens_total" in text
     assert "vllm:" in text

@@ -64,7 +64,7 @@ def pair(net: Net) -> Iterator[tuple[FleetHost, FleetHost]]:
         ]
         try:
             for host in hosts:
-                eventually(host.answers, within=240, what=f"router answers; see {host.root}/router.log", every=0.1)
+                eventually(host.answers, within=300, what=f"router answers; see {host.root}/router.log", every=0.1)
             yield hosts[0], hosts[1]
         finally:
             for host in hosts:
@@ -94,7 +94,7 @@ def forwarded(a: FleetHost, b: FleetHost, *more: str) -> tuple[Stream, FakeWorke
 
 def whole(host: FleetHost, stream: Stream, makers: list[tuple[str, int]]) -> None:
     """The stream ended once, with every token once, made by these."""
-    seen = stream.result(within=120)
+    seen = stream.result()
     prompt = len(BODY["token_ids"])
     assert seen.errors == []
     assert seen.token_ids == expected(host.record, prompt, TOKENS)
@@ -151,7 +151,7 @@ def test_full_host_uses_a_free_one(hosts: tuple[FleetHost, FleetHost]) -> None:
     own.release()
     other.release()
     for stream in streams:
-        assert stream.result(120).token_ids == expected(a.record, len(BODY["token_ids"]), TOKENS)
+        assert stream.result().token_ids == expected(a.record, len(BODY["token_ids"]), TOKENS)
 
 
 def test_host_that_is_cut_off(hosts: tuple[FleetHost, FleetHost], net: Net) -> None:
@@ -210,7 +210,7 @@ def test_host_that_is_killed_and_returns(hosts: tuple[FleetHost, FleetHost]) -> 
     life = a.peer("host-b").life
     worker.kill()
     b.process.kill()
-    assert b.process.wait(120) == -signal.SIGKILL
+    assert b.process.wait(300) == -signal.SIGKILL
     a.sees("host-b", "silent")
     goes_on_here(a, stream, worker)
     b.come_back()
@@ -238,7 +238,7 @@ def test_garbage_and_wrong_keys_are_counted_and_harm_nothing(
     stream, worker = forwarded(a, b)
     where = (net.hosts["b"], FLEET_PORT)
     for bytes_ in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\xff" + bytes(8) + b"\x7f\x03" + bytes(53)):
-        with socket.create_connection(where, timeout=60) as sock:
+        with socket.create_connection(where, timeout=300) as sock:
             sock.sendall(bytes_)
     knock(where, tmp_path, b, listed=False)
     knock(where, tmp_path, b, listed=True)
@@ -330,7 +330,7 @@ def as_peer(sock: zmq.Socket[bytes], host: FleetHost, to: FleetHost, where: tupl
 
 
 def answer(sock: zmq.Socket[bytes]) -> list[bytes]:
-    assert sock.poll(60_000), "it answers"
+    assert sock.poll(300_000), "it answers"
     return sock.recv_multipart()
 
 
@@ -348,10 +348,10 @@ def test_link_that_is_late_loses_at_random_and_mixes_up(hosts: tuple[FleetHost, 
         for stream in streams:
             stream.start()
         for stream in streams:
-            seen = stream.result(120)
+            seen = stream.result()
             assert (seen.errors, seen.done, len(seen.finishes)) == ([], 1, 1)
             assert seen.token_ids == expected(a.record, len(BODY["token_ids"]), TOKENS)
-        assert min(wire.lost("to_host"), wire.lost("to_net")) > 0
+        eventually(lambda: min(wire.lost("to_host"), wire.lost("to_net")) > 0, what="frames are lost both ways")
         wire.behave(to_host={"loss": 0}, to_net={"delay_ms": 2500, "jitter_ms": 0, "loss": 0})
         late = a.sees("host-b", "slow")
         assert "answer" in late.why
@@ -454,7 +454,7 @@ def test_earlier_life_of_a_host_is_fenced(hosts: tuple[FleetHost, FleetHost], ne
     net.add("c", same_as="b")
     copy = prepare(net, "c", "host-b", root, {"host-a": net.hosts["a"]})
     try:
-        eventually(copy.answers, within=240, what=f"the copy answers; see {root}/router.log", every=0.1)
+        eventually(copy.answers, within=300, what=f"the copy answers; see {root}/router.log", every=0.1)
         eventually(lambda: a.peer("host-b").life > first and a.peer("host-b").state == "up", what="the copy")
         copied = copy.worker("s0", *same)
         makers = [(REMOTE, worker.generation), (REMOTE, copied.generation)]

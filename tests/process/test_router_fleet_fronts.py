@@ -47,7 +47,7 @@ def pair(net: Net) -> Iterator[Hosts]:
                 host, peers = f"host-{name}", {f"host-{other}": net.hosts[other]}
                 made.append(prepare(net, name, host, roots[host], peers, "max_num_seqs = 32", "fronts = 2"))
             for one in made:
-                eventually(one.answers, within=240, what=f"router answers; see {one.root}/router.log", every=0.1)
+                eventually(one.answers, within=300, what=f"router answers; see {one.root}/router.log", every=0.1)
             yield made[0], made[1]
         finally:
             for one in made:
@@ -76,10 +76,7 @@ def forwarded(a: FleetHost, b: FleetHost, name: str = "") -> tuple[list[fronts.S
     ``CUT`` tokens and is held there. The first has the ``name``; of the others each front has at least one."""
     worker = b.worker("s0", "--hold-at", str(CUT), "--step-ms", "20")
     a.may_use(REMOTE)
-    served = [fronts.begin(a.url, lambda: stream(a, name))]
-    while len({one.pid for one in served[1:]}) < 2:
-        assert len(served) < 20, "connections are not spread"
-        served.append(fronts.begin(a.url, lambda: stream(a)))
+    served = [fronts.begin(a.url, lambda: stream(a, name)), *fronts.one_on_each(a.url, lambda: stream(a))]
     assert all(fronts.is_front(one.pid, a.process.pid) for one in served)
     eventually(lambda: len(served[0].stream.seen.token_ids) == CUT, what="tokens of the other host")
     eventually(lambda: worker.running() == len(served), what="all run on the other host")
@@ -88,7 +85,7 @@ def forwarded(a: FleetHost, b: FleetHost, name: str = "") -> tuple[list[fronts.S
 
 def whole(host: FleetHost, one: Stream, last: str, *before: Seen) -> None:
     """It ended once, with every token once, the last of them made by slot ``last``."""
-    seen = one.result(within=120)
+    seen = one.result()
     assert (seen.error, seen.errors, seen.done, len(seen.finishes)) == (None, [], 1, 1)
     tokens = [token for part in (*before, seen) for token in part.token_ids]
     assert tokens == expected(host.record, len(BODY["token_ids"]), TOKENS)
@@ -162,7 +159,7 @@ def test_the_other_router_dies_with_its_fronts_and_serves_again(hosts: Hosts) ->
     pids = [os.pidfd_open(pid) for pid in fronts.serving(b.url)]
     worker.kill()
     b.process.kill()
-    assert b.process.wait(10) == -signal.SIGKILL
+    assert b.process.wait(300) == -signal.SIGKILL
     eventually(lambda: all(procs.is_dead(pidfd) for pidfd in pids), what="its fronts are dead")
     for pidfd in pids:
         os.close(pidfd)

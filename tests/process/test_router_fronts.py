@@ -56,7 +56,7 @@ def host(router: RouterHost) -> Iterator[RouterHost]:
 
 @contextmanager
 def on_each(host: RouterHost) -> Iterator[dict[int, httpx.Client]]:
-    """A client at each front. Some worker must serve."""
+    """A client at each front."""
     found = fronts.clients(host.url)
     assert all(fronts.is_front(pid, host.process.pid) for pid in found)
     try:
@@ -74,7 +74,7 @@ def stream(host: RouterHost, name: str = "", position: int | None = None, url: s
 
 
 def ended(one: Stream) -> Seen:
-    seen = one.result(120)
+    seen = one.result()
     assert (seen.error, seen.errors, seen.done, len(seen.finishes)) == (None, [], 1, 1)
     return seen
 
@@ -114,7 +114,7 @@ def two_fronts(host: RouterHost, but: int = 0) -> list[int]:
         found = fronts.serving(host.url)
         return found if len(found) == 2 and but not in found else None
 
-    found = eventually(probe, within=120, what="two fronts serve", every=0.1)
+    found = eventually(probe, within=300, what="two fronts serve", every=0.1)
     assert found is not None
     return found
 
@@ -161,13 +161,10 @@ def test_the_link_to_a_worker_is_torn_under_streams_of_both_fronts(host: RouterH
 
 
 def test_an_id_is_known_at_every_front(host: RouterHost, truth: Seen) -> None:
-    worker = host.worker("s0")
+    worker = host.worker("s0", *HELD)
     body = {**completion(TOKENS, logprobs=1), "stream": False}
     del body["stream_options"]
     with on_each(host) as clients:
-        host.unregister(worker, gone=True, reason="planned: for one that is held")
-        worker.kill()
-        worker = host.worker("s0", *HELD)
         before = adds(host)
         running = stream(host, "mine")
         running.start()
@@ -193,11 +190,8 @@ def test_an_id_is_known_at_every_front(host: RouterHost, truth: Seen) -> None:
 
 
 def test_limits_count_over_all_fronts(host: RouterHost) -> None:
-    worker = host.worker("s0")
+    worker = host.worker("s0", *HELD)
     with on_each(host) as clients:
-        host.unregister(worker, gone=True, reason="planned: for one that is held")
-        worker.kill()
-        worker = host.worker("s0", *HELD)
         served = fronts.one_on_each(host.url, lambda: stream(host))
         while host.status().running < LIVE:
             served.append(fronts.begin(host.url, lambda: stream(host)))
@@ -217,11 +211,9 @@ def test_limits_count_over_all_fronts(host: RouterHost) -> None:
 def test_a_dead_front_takes_only_its_own_streams(host: RouterHost, truth: Seen) -> None:
     """Its unnamed request is ended in the engine; its named one goes on and is read again through another front."""
     worker = host.worker("s0", *HELD)
-    names = iter(range(100))
-    served = [fronts.begin(host.url, lambda: stream(host, f"named-{next(names)}"))]
+    served = [fronts.begin(host.url, lambda: stream(host, "named-0"))]
     victim = served[0].pid
-    while {one.pid for one in served[1:]} != {victim, *two_fronts(host)}:
-        served.append(fronts.begin(host.url, lambda: stream(host)))
+    served += fronts.one_on_each(host.url, lambda: stream(host))
     held(host, worker, *(one.stream for one in served))
     hurt = [one for one in served[1:] if one.pid == victim]
     others = [one for one in served if one.pid != victim]
@@ -290,7 +282,7 @@ def test_admin_calls_and_health_are_the_same_at_every_front(host: RouterHost) ->
         for one, other in ((first, second), (second, first)):
             assert one.post("/pause").status_code == 200
             assert other.get("/is_paused").json() == {"is_paused": True}
-            assert httpx.get(f"{own}/is_paused", timeout=120).json() == {"is_paused": True}
+            assert httpx.get(f"{own}/is_paused", timeout=300).json() == {"is_paused": True}
             assert other.post("/resume").status_code == 200
             assert one.get("/is_paused").json() == {"is_paused": False}
             assert one.post("/reset_prefix_cache").status_code == 200
@@ -353,7 +345,7 @@ def test_a_front_that_stands_still_holds_nobody_and_is_ended_by_name(host: Route
     more.start()
     same(ended(more), truth)
     two_fronts(host, but=still)
-    assert served[0].stream.result(60).error is not None
+    assert served[0].stream.result().error is not None
     said = (host.root / "router.log").read_text()
     assert re.search(rf"front_given_up .*pid={still} why=\"it did not answer for {SILENCE_S:g} s\"", said)
     death = host.status().fronts[number].deaths[-1]
@@ -391,7 +383,7 @@ def test_the_zygote_s_death_ends_the_router_which_comes_back(host: RouterHost) -
     (zygote,) = procs.children(host.process.pid)
     pids = [os.pidfd_open(pid) for pid in fronts.serving(host.url)]
     kill(zygote)
-    assert host.process.wait(120) == 1
+    assert host.process.wait(300) == 1
     eventually(lambda: all(procs.is_dead(pidfd) for pidfd in pids), what="its fronts are dead")
     for pidfd in pids:
         os.close(pidfd)
@@ -411,7 +403,7 @@ def test_sigterm_ends_streams_of_all_fronts_with_an_error(host: RouterHost) -> N
         seen = one.stream.result()
         assert [error["message"].split(":")[0] for error in seen.errors] == ["refused"]
         assert seen.done == 1
-    assert host.process.wait(120) == 0
+    assert host.process.wait(300) == 0
     eventually(lambda: all(procs.is_dead(pidfd) for pidfd in pids), what="its fronts are dead")
     for pidfd in pids:
         os.close(pidfd)

@@ -88,7 +88,7 @@ def test_a_second_router_is_refused_and_sigterm_ends_streams_with_an_error(root:
         with pytest.raises(Refused, match="its own process"):
             host.rpc.call(InjectFrontFault(front=0, kind="kill"), FaultProof)
         process, log = spawn_router(root)
-        assert process.wait(120) == 2
+        assert process.wait(300) == 2
         log.close()
         assert "already runs" in (root / "router.log").read_text()
         fake = host.worker("s0", "--hold-at", "3")
@@ -100,16 +100,16 @@ def test_a_second_router_is_refused_and_sigterm_ends_streams_with_an_error(root:
         seen = stream.result()
         assert "the router is stopping" in seen.errors[0]["message"]
         assert seen.finishes == []
-        assert host.process.wait(120) == 0
+        assert host.process.wait(300) == 0
         assert not Paths(root).router_sock.exists()
         assert fake.process.poll() is None
         assert "Traceback" not in (root / "router.log").read_text()
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{host.url}/health", timeout=120)
+            httpx.get(f"{host.url}/health", timeout=300)
     finally:
         for one in host.fakes:
             one.process.kill()
-            one.process.wait(120)
+            one.process.wait(300)
         host.fakes.clear()
         host.stop()
 
@@ -146,12 +146,12 @@ def test_sigkill_and_return(root: Path) -> None:
         eventually(lambda: host.slot("s0").tokens_total == 10, what="the stream has begun")
         old = call_sync(Paths(root).router_sock, Ping(), Pong).instance
         host.process.kill()
-        assert host.process.wait(120) == -signal.SIGKILL
+        assert host.process.wait(300) == -signal.SIGKILL
         assert stream.result().finishes == []
         (story,) = read(Paths(root).journal).stories.values()
         assert (len(story.tokens), story.reason) == (8, "")
         host.process, host.log = spawn_router(root)
-        eventually(host.answers, within=240, what="the router is back", every=0.1)
+        eventually(host.answers, within=300, what="the router is back", every=0.1)
         assert call_sync(Paths(root).router_sock, Ping(), Pong).instance != old
         host.rpc.close()
         host.rpc = SyncClient(Paths(root).router_sock)

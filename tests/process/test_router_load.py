@@ -52,7 +52,8 @@ def test_a_thousand_streams_at_once_and_readers_that_do_not_read(host: RouterHos
         many = [asyncio.create_task(ask(host.port, stream_body(prompt_of(i), LENGTH))) for i in range(STREAMS)]
         slow = [asyncio.create_task(ask(host.port, stream_body(3, 1500), read_when=read)) for _ in range(SLOW)]
         while sum([await asyncio.to_thread(fake.running) for fake in fakes]) < STREAMS + SLOW:
-            await asyncio.wait(many, timeout=0.2)
+            ended, _ = await asyncio.wait([*many, *slow], timeout=0.2)
+            assert not ended, f"before its worker was released: {[task.exception() or task.result() for task in ended]}"
         grown = await asyncio.to_thread(memory, host) - before
         for fake in fakes:
             fake.release()

@@ -73,6 +73,7 @@ def test_a_router_is_killed_and_every_stream_goes_on_where_its_client_was(host: 
     host.unregister(reference, gone=True, reason="planned: reference is done")
     reference.kill()
     fake = host.worker("s0", "--step-ms", "150")
+    fake.stop()  # they are all given their first token in one step, and none is at its end when the last one has it
     whole_body = {**completion(TOKENS), "stream": False, "request_id": "whole"}
     del whole_body["stream_options"]
     streams = {path: Stream(host.url, path, body, {"x-request-id": IDS[path]}) for path, body in ROUTES.items()}
@@ -82,12 +83,15 @@ def test_a_router_is_killed_and_every_stream_goes_on_where_its_client_was(host: 
         stream.start()
     begun = [*ROUTES, "nobody"]
     eventually(lambda: host.slot("s0").running == 5, what="all five are there")
+    fake.go_on()
     eventually(lambda: all(streams[name].seen.token_ids for name in begun), what="all clients have some")
+    fake.stop()
     assert host.slot("s0").running == 5
     host.process.kill()
-    host.process.wait(120)
+    host.process.wait(300)
     seen = {name: stream.result() for name, stream in streams.items()}
     assert all(one.error is not None and one.done == 0 for one in seen.values()), "the death is real"
+    fake.go_on()
     eventually(lambda: fake.running() == 0, what="the engine ran on, and nobody heard it")
     host.come_back()
     assert host.status().slots[0].registered
@@ -111,14 +115,14 @@ def test_a_router_is_killed_and_every_stream_goes_on_where_its_client_was(host: 
 
 def test_an_ended_request_is_told_from_any_position_with_no_worker_at_all(host: RouterHost) -> None:
     """Of the life before; also the multi-byte characters that a position may fall into."""
-    fake = host.worker("s1", "--step-ms", "60")  # slower than the router, so that chunks are not merged
+    fake = host.worker("s1", "--step-ms", "100")  # slower than the router, so that chunks are not merged
     truth = repeat(host, "/v1/chat/completions", "told-again", None)
     ends = sorted({0, *positions(truth)})
     assert len(ends) > 3
     host.clear()
     assert host.status().running == 0
     host.kill_and_return()
-    assert httpx.get(f"{host.url}/health", timeout=120).status_code == 503
+    assert httpx.get(f"{host.url}/health", timeout=300).status_code == 503
     assert fake.process.poll() is not None
     for position in ends:
         again = repeat(host, "/v1/chat/completions", "told-again", position)
@@ -184,7 +188,7 @@ def test_a_client_that_left_goes_on_and_the_engine_was_freed(host: RouterHost) -
         f"{host.url}/v1/completions",
         json=ROUTES["/v1/completions"],
         headers={"x-request-id": "went"},
-        timeout=120,
+        timeout=300,
     ) as answer:
         part = Seen()
         for line in answer.iter_lines():

@@ -299,7 +299,7 @@ def owners_come_back_from_the_fd_store(machine: Machine) -> None:
         known = all(row["connected"] for row in now["kv"]["arenas"])
         return now if known and len(now["weights"]["weights"][0]["readers"]) == 2 else {}
 
-    after = eventually(adopted, within=240, every=0.3, what="owners that know the workers again")
+    after = eventually(adopted, within=300, every=0.3, what="owners that know the workers again")
     for kind in ("weights", "kv"):
         assert after[kind]["owner_generation"] == before[kind]["owner_generation"] + 1
         assert len(after[kind]["adopted"]) == 1

@@ -57,7 +57,7 @@ class Life:
 
     def kill(self) -> None:
         self.child.kill()
-        self.child.wait(120)
+        self.child.wait(300)
         if self.child.stdout is not None:
             self.child.stdout.close()
 

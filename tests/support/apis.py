@@ -77,7 +77,7 @@ class Asking(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, headers=self._headers, timeout=120) as answer:
+            with httpx.stream("POST", self._url, json=self._body, headers=self._headers, timeout=300) as answer:
                 self.told.status, self.told.kind = answer.status_code, answer.headers["content-type"]
                 name = ""
                 for line in answer.iter_lines():
@@ -90,7 +90,7 @@ class Asking(threading.Thread):
         except httpx.HTTPError as why:
             self.told.broken = why
 
-    def result(self, within: float = 60.0) -> Told:
+    def result(self, within: float = 300.0) -> Told:
         self.join(within)
         assert not self.is_alive(), f"no end within {within:g} s; so far {len(self.told.events)} events"
         return self.told

@@ -184,7 +184,7 @@ def ours(stack: Any, second: Path, mode: str) -> dict[str, Any]:
     first, oracle = tokens_of_core(core), take_oracle(core, vocab, 1)[0]
     before = {name: value.data_ptr() for name, value in module.named_parameters()}
     held = on_board(core)  # and no step is taken until the engine has moved
-    loader = OwnerClient(path, Role.LOADER, "trainer", timeout=60.0)
+    loader = OwnerClient(path, Role.LOADER, "trainer", timeout=300.0)
     update = begin_update(loader, model.name, mode=mode, whole=True)
     if STATE_DICT in second.name:
         import transformers

@@ -35,7 +35,7 @@ class FleetHost(RouterHost):
         return f"http://{self.net.hosts[self.name]}:{HTTP_PORT}"
 
     def fleet(self) -> FleetStatusReply:
-        return self.rpc.call(FleetStatus(), FleetStatusReply, 60.0)
+        return self.rpc.call(FleetStatus(), FleetStatusReply, 300.0)
 
     def peer(self, host: str) -> PeerView:
         return next(peer for peer in self.fleet().peers if peer.host == host)
@@ -55,7 +55,7 @@ class FleetHost(RouterHost):
         self.rpc.close()
         self.log.close()
         self.process, self.log = launch(self.net, self.name, self.root)
-        eventually(self.answers, within=240, what=f"router is back; see {self.root}/router.log", every=0.1)
+        eventually(self.answers, within=300, what=f"router is back; see {self.root}/router.log", every=0.1)
         self.rpc = SyncClient(Paths(self.root).router_sock)
         for fake in self.fakes:
             if fake.process.poll() is None and self.lives[fake.slot] == fake.generation:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
@@ -40,13 +43,37 @@ def serving(url: str) -> list[int]:
     return [pid for _, pid in found]
 
 
-def begin(url: str, make: Callable[[], Stream]) -> Served:
-    """Start it; its front is the one that counts a request more. Nothing else may be sent meanwhile."""
+@contextmanager
+def only(pid: int, pids: Iterable[int]) -> Iterator[None]:
+    """All other fronts stand still: a connection that is made meanwhile is at ``pid``. All accept from one socket, and
+    on a busy machine the one with the fewest connections may not be the one that is quick enough to take another."""
+    stopped: list[int] = []
+    try:
+        for other in pids:
+            if other != pid:
+                os.kill(other, signal.SIGSTOP)
+                stopped.append(other)
+                eventually(lambda other=other: procs.state(other) == "T", what=f"front {other} stands still")
+        yield
+    finally:
+        for other in stopped:
+            os.kill(other, signal.SIGCONT)
+
+
+def begin(url: str, make: Callable[[], Stream], at: int = 0) -> Served:
+    """Start it, at the front ``at`` or (0) at whichever takes it: that is the one which counts a request more. Nothing
+    else may be sent meanwhile."""
+    if at:
+        with only(at, serving(url)):
+            served = begin(url, make)
+        assert served.pid == at
+        return served
     before = rows(metrics(url), "requests_total")
     stream = make()
     stream.start()
 
     def taken() -> list[int]:
+        assert stream.is_alive() or stream.seen.status == 200, f"it was not taken: {stream.seen}"
         now = rows(metrics(url), "requests_total")
         return [pid for pid, count in now.items() if count > before.get(pid, 0.0)]
 
@@ -56,13 +83,10 @@ def begin(url: str, make: Callable[[], Stream]) -> Served:
 
 
 def one_on_each(url: str, make: Callable[[], Stream], count: int = 2) -> list[Served]:
-    """Streams that are held, as many as it takes until each front has one: a connection goes to the front with the
-    fewest, unless that one is busy for a moment."""
-    begun: list[Served] = []
-    while len({one.pid for one in begun}) < count:
-        assert len(begun) < 20, f"after 20 streams only {begun} have served"
-        begun.append(begin(url, make))
-    return begun
+    """A stream at each front; each is held, or has a front of its own anyway."""
+    pids = serving(url)
+    assert len(pids) == count
+    return [begin(url, make, pid) for pid in pids]
 
 
 def is_front(pid: int, router: int) -> bool:
@@ -73,20 +97,12 @@ def is_front(pid: int, router: int) -> bool:
 
 
 def clients(url: str, count: int = 2) -> dict[int, httpx.Client]:
-    """A client with a connection that stays at one front, for each front, by its pid. Something must serve."""
+    """A client with a connection that stays at one front, for each front, by its pid."""
     found: dict[int, httpx.Client] = {}
-    for _ in range(20):
-        client = httpx.Client(base_url=url, timeout=120)
-        before = rows(client.get("/metrics").text, "requests_total")
-        assert (
-            client.post("/v1/completions", json={"model": "smollm2", "prompt": "x", "max_tokens": 1}).status_code == 200
-        )
-        now = rows(client.get("/metrics").text, "requests_total")
-        pid = next(pid for pid, value in now.items() if value > before.get(pid, 0.0))
-        if pid in found:
-            client.close()
-        else:
-            found[pid] = client
-        if len(found) == count:
-            return found
-    raise AssertionError(f"20 connections reached only {list(found)}")
+    pids = serving(url)
+    assert len(pids) == count
+    for pid in pids:
+        found[pid] = httpx.Client(base_url=url, timeout=300)
+        with only(pid, pids):
+            found[pid].get("/health")  # answered with or without an engine
+    return found

@@ -49,7 +49,7 @@ class LateLink:
 
     def close(self) -> None:
         self._told.close()
-        self._process.wait(120)
+        self._process.wait(300)
         self._said.close()
 
 

@@ -13,6 +13,7 @@ from belayer.messages import owner as o
 from belayer.paths import Paths
 from belayer.seqpacket import SeqClient
 from gpuowner.store import end_holder
+from tests.support.patience import patient
 from tests.support.wait import eventually, remove_tree
 
 REPO = Path(__file__).resolve().parents[2]
@@ -28,9 +29,8 @@ class Stack:
     def __init__(self, slot: str = "", model: Path = MODEL, zygote: tuple[str, ...] = ZYGOTE) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="blw-", dir="/tmp"))
         self.paths = Paths(self.root).make()
-        self.paths.config.write_text(
-            f'[[model]]\nname = "smollm2"\npath = "{model}"\n[[slot]]\nname = "slot0"\nmodel = "smollm2"\n{slot}\n'
-        )
+        text = f'[[model]]\nname = "smollm2"\npath = "{model}"\n[[slot]]\nname = "slot0"\nmodel = "smollm2"\n{slot}\n'
+        self.paths.config.write_text(patient(text))
         self._zygote = zygote
         self._daemons: list[subprocess.Popen[bytes]] = []
 

@@ -159,6 +159,6 @@ def kill_pid(pid: int) -> None:
     fd = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(fd, signal.SIGKILL)
-        assert procs.wait_dead([fd], 60.0) == []
+        assert procs.wait_dead([fd], 300.0) == []
     finally:
         os.close(fd)

@@ -17,7 +17,7 @@ import httpx
 import zmq
 from tokenizers import Tokenizer
 
-from belayer import wire
+from belayer import procs, wire
 from belayer.errors import BelayerError
 from belayer.localhost import free_port
 from belayer.messages.common import Done, Ping, Pong
@@ -32,6 +32,7 @@ from belayer.messages.router import (
 from belayer.messages.worker import WorkerStatus, WorkerStatusReply
 from belayer.paths import Paths
 from belayer.rpc import SyncClient, call_sync, decode_reply
+from tests.support.last_words import of_logs
 from tests.support.wait import eventually
 
 TREE = Path(__file__).parents[2]
@@ -77,7 +78,15 @@ class FakeWorker:
     def kill(self) -> None:
         """SIGKILL, and proof that it is gone."""
         self.process.send_signal(signal.SIGKILL)
-        assert self.process.wait(120) == -signal.SIGKILL
+        assert self.process.wait(300) == -signal.SIGKILL
+
+    def stop(self) -> None:
+        """It stands still, and is proven to."""
+        self.process.send_signal(signal.SIGSTOP)
+        eventually(lambda: procs.state(self.process.pid) == "T", what="the worker stands still")
+
+    def go_on(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def release(self) -> None:
         self.process.send_signal(signal.SIGUSR1)
@@ -92,7 +101,7 @@ class FakeWorker:
             sock.set(zmq.LINGER, 0)
             sock.connect(self.endpoint)
             sock.send_multipart([b"ctl", b"1", wire.encode(WorkerStatus())])
-            assert sock.poll(60_000)
+            assert sock.poll(300_000)
             reply = decode_reply(sock.recv_multipart()[2], WorkerStatusReply)
         context.term()
         return reply.running
@@ -118,8 +127,9 @@ class RouterHost:
         process, log = spawn_router(root)
         host = cls(root, port, process, log, record, SyncClient(paths.router_sock))
         try:
-            eventually(host.answers, within=240, what=f"router answers Ping; see {root}/router.log", every=0.1)
-        except BaseException:
+            eventually(host.answers, within=300, what=f"router answers Ping; see {root}/router.log", every=0.1)
+        except BaseException as why:
+            why.add_note(of_logs(root))
             host.stop()  # nobody has it yet who could
             raise
         return host
@@ -163,7 +173,7 @@ class RouterHost:
                 weight_version=1,
             ),
             Done,
-            60.0,
+            300.0,
         )
 
     def unregister(self, fake: FakeWorker, *, gone: bool = False, reason: str = "killed") -> Done:
@@ -183,14 +193,14 @@ class RouterHost:
     def kill_and_return(self) -> None:
         """SIGKILL the router; start it again; register the workers that live, as belayerd does."""
         self.process.kill()
-        assert self.process.wait(120) == -signal.SIGKILL
+        assert self.process.wait(300) == -signal.SIGKILL
         self.come_back()
 
     def come_back(self) -> None:
         self.rpc.close()
         self.log.close()
         self.process, self.log = spawn_router(self.root)
-        eventually(self.answers, within=240, what=f"router is back; see {self.root}/router.log", every=0.1)
+        eventually(self.answers, within=300, what=f"router is back; see {self.root}/router.log", every=0.1)
         self.rpc = SyncClient(Paths(self.root).router_sock)
         for fake in self.fakes:
             if fake.process.poll() is None and self.lives[fake.slot] == fake.generation:
@@ -203,11 +213,11 @@ class RouterHost:
 
     def metric(self, line: str) -> float:
         """The value of a metric; ``line``: its name with its labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=120).text
+        text = httpx.get(f"{self.url}/metrics", timeout=300).text
         return next((float(row.rpartition(" ")[2]) for row in text.splitlines() if row.startswith(f"{line} ")), 0.0)
 
     def status(self) -> RouterStatusReply:
-        return self.rpc.call(RouterStatus(), RouterStatusReply, 60.0)
+        return self.rpc.call(RouterStatus(), RouterStatusReply, 300.0)
 
     def slot(self, name: str) -> RouterSlot:
         return next(row for row in self.status().slots if row.slot == name)
@@ -217,7 +227,7 @@ class RouterHost:
         for fake in self.fakes:
             if fake.process.poll() is None:
                 fake.process.kill()
-            fake.process.wait(120)
+            fake.process.wait(300)
             if fake.process.stdout is not None:
                 fake.process.stdout.close()
             if self.lives[fake.slot] == fake.generation:
@@ -233,7 +243,7 @@ class RouterHost:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-                self.process.wait(120)
+                self.process.wait(300)
         self.log.close()
 
 

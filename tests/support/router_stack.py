@@ -10,6 +10,7 @@ from belayer.localhost import free_port
 from belayer.messages.common import Done
 from belayer.messages.router import RegisterWorker, RouterStatus, RouterStatusReply, UnregisterWorker
 from belayer.rpc import SyncClient
+from tests.support.last_words import of_logs
 from tests.support.owner_stack import MODEL
 from tests.support.wait import eventually
 from tests.support.worker_stack import Worker, WorkerStack
@@ -40,20 +41,29 @@ class RouterStack:
                 weight_version=1,
             ),
             Done,
-            60.0,
+            300.0,
         )
 
     def lose(self, worker: Worker) -> None:
         """SIGKILL, seen dead; unregister first of all, then fence."""
         worker.kill()
-        self.rpc.call(UnregisterWorker(slot="slot0", generation=self.generation, reason="killed"), Done, 60.0)
+        self.rpc.call(UnregisterWorker(slot="slot0", generation=self.generation, reason="killed"), Done, 300.0)
         self.stack.end_fence()
 
     def retire(self) -> None:
         self.lose(self.last)
 
+    def caught_running(self, worker: Worker, least: int) -> bool:
+        """Let the worker stand still, and say whether ``least`` of its requests have not ended; where they have, it
+        goes on. On a busy machine a client is told of a stream's middle when its engine has come to the end."""
+        worker.stop()
+        if self.status().running >= least:
+            return True
+        worker.go_on()
+        return False
+
     def status(self) -> RouterStatusReply:
-        return self.rpc.call(RouterStatus(), RouterStatusReply, 60.0)
+        return self.rpc.call(RouterStatus(), RouterStatusReply, 300.0)
 
     @classmethod
     def up(
@@ -69,7 +79,8 @@ class RouterStack:
                 stack.paths.router_sock.exists, within=400, what=f"the router serves; see {stack.root}", every=0.1
             )
             assert daemon.poll() is None
-        except BaseException:
+        except BaseException as why:
+            why.add_note(of_logs(stack.root))
             stack.stop()
             raise
         return cls(stack, f"http://127.0.0.1:{port}", SyncClient(stack.paths.router_sock))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from belayer.localhost import ROLLOUT, LocalHost
+from tests.support.patience import patient
 from tests.support.wait import eventually
 
 
@@ -23,7 +24,7 @@ class SaboteurHost(LocalHost):
         # One write for each: two alerts at a time must not come out as half lines.
         command = json.dumps(["sh", "-c", f'told=$(cat); printf "%s\\n" "$told" >>{self.alerts}'])
         extra = f"[policy]\nrepeat_window_s = 0.001\nalert_command = {command}\n{policy}\n"
-        super().__init__(root, f"{config}\n{extra}[envkeeper]\nenabled = false\n")
+        super().__init__(root, patient(f"{config}\n{extra}[envkeeper]\nenabled = false\n"))
         self._zygote: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:

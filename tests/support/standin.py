@@ -12,5 +12,5 @@ BACKENDS = HERE.parents[1] / "gpuowner/backends"
 def build(folder: Path) -> Path:
     """``folder``, to be put into LD_LIBRARY_PATH."""
     command = ["g++", "-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{BACKENDS}", str(HERE / "libcuda.cpp")]
-    subprocess.run([*command, "-o", str(folder / "libcuda.so.1"), "-ldl"], check=True, timeout=120)
+    subprocess.run([*command, "-o", str(folder / "libcuda.so.1"), "-ldl"], check=True, timeout=300)
     return folder

@@ -111,8 +111,10 @@ class Stream(threading.Thread):
 
     def result(self, within: float = 300.0) -> Seen:
         self.join(within)
-        assert not self.is_alive(), f"no end within {within:g} s; so far {len(self.seen.chunks)} chunks"
-        return self.seen
+        seen = self.seen
+        so_far = f"{len(seen.chunks)} chunks, {seen.errors}, {seen.error!r}"
+        assert not self.is_alive(), f"no end within {within:g} s; {so_far}"
+        return seen
 
 
 def chat(max_tokens: int = 30, **more: Any) -> dict[str, Any]:

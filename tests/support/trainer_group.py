@@ -164,7 +164,7 @@ class Process:
 
     def kill(self) -> None:
         self.child.kill()
-        self.child.wait(120)
+        self.child.wait(300)
         for pipe in (self.child.stdin, self.child.stdout):
             if pipe is not None:
                 pipe.close()

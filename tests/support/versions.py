@@ -129,7 +129,7 @@ def main(write: Write = write) -> None:
             print(name, flush=True)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    write(OwnerClient(Path(socket), Role.LOADER, "writer", timeout=60.0), model, mode, kind, int(version), at)
+    write(OwnerClient(Path(socket), Role.LOADER, "writer", timeout=300.0), model, mode, kind, int(version), at)
 
 
 if __name__ == "__main__":

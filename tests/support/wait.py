@@ -13,7 +13,7 @@ from belayer.clock import monotonic
 T = TypeVar("T")
 
 
-def eventually(probe: Callable[[], T], *, within: float = 120.0, what: str = "", every: float = 0.01) -> T:
+def eventually(probe: Callable[[], T], *, within: float = 300.0, what: str = "", every: float = 0.01) -> T:
     """The first truthy answer of ``probe``; AssertionError naming ``what`` after ``within`` seconds: many, since a
     loaded machine is slow and a fact that comes costs none of them."""
     deadline = monotonic() + within

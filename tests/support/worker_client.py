@@ -68,7 +68,7 @@ class ControlClient:
         self._socket.connect(f"ipc://{path}")
         self._calls = 0
 
-    def call(self, message: msgspec.Struct, reply: type[R], timeout: float = 120.0) -> R:
+    def call(self, message: msgspec.Struct, reply: type[R], timeout: float = 300.0) -> R:
         self._calls += 1
         call = self._calls.to_bytes(8, "little")
         self._socket.send_multipart([b"ctl", call, wire.encode(message)])
@@ -102,13 +102,13 @@ class FrontClient:
         self.standing: dict[str, Any] = {}
         self.answers = 0
 
-    def hello(self, timeout: float = 120.0) -> dict[str, Any]:
+    def hello(self, timeout: float = 300.0) -> dict[str, Any]:
         self.socket.send_multipart([b"hello"])
         self.until(lambda: self.ready is not None, timeout)
         assert self.ready is not None
         return self.ready
 
-    def greet(self, token: bytes, told: int = 0, timeout: float = 120.0) -> dict[str, Any]:
+    def greet(self, token: bytes, told: int = 0, timeout: float = 300.0) -> dict[str, Any]:
         """A hello of the link that ``token`` names, on which ``told`` other messages were sent; what the worker says
         of itself in its answer."""
         before = self.answers
@@ -161,7 +161,7 @@ class FrontClient:
         while self.socket.poll(0):
             self.pump(0)
 
-    def until(self, condition: Any, timeout: float = 120.0) -> None:
+    def until(self, condition: Any, timeout: float = 300.0) -> None:
         end = monotonic() + timeout
         while not condition():
             if monotonic() > end:

@@ -38,6 +38,14 @@ class Worker:
         signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         eventually(lambda: procs.is_dead(self.pidfd), what=f"death of {self.pid}")
 
+    def stop(self) -> None:
+        """SIGSTOP, and seen to stand still."""
+        signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP)
+        eventually(lambda: procs.state(self.pid) == "T", what=f"{self.pid} stands still")
+
+    def go_on(self) -> None:
+        signal.pidfd_send_signal(self.pidfd, signal.SIGCONT)
+
     def become_main(self, epoch: int, generation: int) -> dict[str, float]:
         control = self.control
         took = control.call(w.TakeArena(epoch=epoch), Done).ms
@@ -62,7 +70,7 @@ class WorkerStack(Stack):
 
     def spawn(self, within: float = 300.0) -> Worker:
         name = new_worker_id("slot0")
-        zygote = SeqClient(self.paths.zygote_sock, timeout=120.0)
+        zygote = SeqClient(self.paths.zygote_sock, timeout=300.0)
         spawned, fds = zygote.call(w.SpawnWorker(worker_id=name, slot="slot0"), w.Spawned)
         zygote.close()
         path = self.paths.worker_sock(name)
