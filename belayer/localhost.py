@@ -216,7 +216,7 @@ class LocalHost:
                 child.wait(10)
             except subprocess.TimeoutExpired:
                 child.kill()
-                child.wait(10)
+                child.wait(60)
         self._children.clear()
         groups = procs.Cgroups(procs.tag_of(self.paths.run))
         pids = [worker.pid for slot in last.slots for worker in slot.workers] if last else []

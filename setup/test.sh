@@ -46,13 +46,13 @@ if [ "${BELAYER_SKIP_LINT:-}" != 1 ]; then
   check "$python" -m ruff format --check "${sources[@]}"
   check "$python" -m mypy
 fi
-# Two cores, two halves side by side: tests of worker engines, and all others. Each half runs its tests in order, so
+# Two cores, two halves side by side: tests of worker engines, and all others (beside them the long one of weights). Each half runs its tests in order, so
 # that sandboxes of one Docker Engine never meet another test's.
 halves() {
   local logs=$ROOT/.cache/logs engines=() rest=() file pid one=0 two=0
   mkdir -p "$logs"
   for file in tests/e2e/test_*.py tests/conformance/test_rollout_workers.py; do
-    case $file in *envkeeper* | */test_trajectory.py) ;; *) engines+=("$file") && rest+=("--ignore=$file") ;; esac
+    case $file in *envkeeper* | */test_trajectory.py | */test_weights.py) ;; *) engines+=("$file") && rest+=("--ignore=$file") ;; esac
   done
   say "pytest, half of it in $logs/test-engines.log"
   "$python" -m pytest --durations=25 -o cache_dir=.cache/pytest-engines "${engines[@]}" >"$logs/test-engines.log" 2>&1 &

@@ -26,6 +26,7 @@ from belayer.rpc import call_sync
 from benchmarks import tiny
 from tests.e2e.test_host import ctl, main_pid, slot
 from tests.support import oom
+from tests.support.patience import SLOT
 from tests.support.saboteurs import SaboteurHost
 from tests.support.wait import eventually, remove_tree
 
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.engine
 CACHE = Path(__file__).parents[2] / ".cache"
 LOGS = CACHE / "logs/test_failed_starts"
 ONE = "slot0"
-PARTS = f"kv_bytes = {32 << 20}\ntensor_parallel = 2"
+PARTS = f"kv_bytes = {32 << 20}\ntensor_parallel = 2\n{SLOT}"
 OOM = pytest.param("oom", "of the kernel's OOM killer|OOM killer has ended", marks=pytest.mark.skipif(
     not oom.available(), reason="no memory control group can be made here"
 ))  # fmt: skip

@@ -59,7 +59,7 @@ class FleetHost(RouterHost):
         self.rpc = SyncClient(Paths(self.root).router_sock)
         for fake in self.fakes:
             if fake.process.poll() is None and self.lives[fake.slot] == fake.generation:
-                self.register(fake)
+                self.enroll(fake)
 
     def may_use(self, slot: str) -> None:
         """Wait until the remote slot is linked."""

@@ -18,7 +18,7 @@ import zmq
 from tokenizers import Tokenizer
 
 from belayer import procs, wire
-from belayer.errors import BelayerError
+from belayer.errors import BelayerError, WorkerGone
 from belayer.localhost import free_port
 from belayer.messages.common import Done, Ping, Pong
 from belayer.messages.router import (
@@ -159,8 +159,15 @@ class RouterHost:
         fake = FakeWorker(slot, generation, worker_id, endpoint, process)
         self.fakes.append(fake)
         if register:
-            self.register(fake)
+            self.enroll(fake)
         return fake
+
+    def enroll(self, fake: FakeWorker) -> None:
+        """Registered: also where the worker was too slow for the router's first question, and has answered since."""
+        try:
+            self.register(fake)
+        except WorkerGone:
+            eventually(lambda: self.slot(fake.slot).registered, what=f"{fake.worker_id} answers, and serves")
 
     def register(self, fake: FakeWorker) -> Done:
         return self.rpc.call(
@@ -204,7 +211,7 @@ class RouterHost:
         self.rpc = SyncClient(Paths(self.root).router_sock)
         for fake in self.fakes:
             if fake.process.poll() is None and self.lives[fake.slot] == fake.generation:
-                self.register(fake)
+                self.enroll(fake)
 
     def told(self) -> list[str]:
         """What the engines wrote down: "add ID TOKENS", "abort ID", "drop ID", in order."""

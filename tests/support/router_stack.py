@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from belayer.errors import WorkerGone
 from belayer.localhost import free_port
 from belayer.messages.common import Done
 from belayer.messages.router import RegisterWorker, RouterStatus, RouterStatusReply, UnregisterWorker
@@ -31,18 +32,18 @@ class RouterStack:
         self.generation += 1
         self.last = worker
         worker.become_main(self.stack.arena().epoch, self.generation)
-        self.rpc.call(
-            RegisterWorker(
-                slot="slot0",
-                generation=self.generation,
-                worker_id=worker.worker_id,
-                endpoint=f"ipc://{worker.path}",
-                model="smollm2",
-                weight_version=1,
-            ),
-            Done,
-            300.0,
+        told = RegisterWorker(
+            slot="slot0",
+            generation=self.generation,
+            worker_id=worker.worker_id,
+            endpoint=f"ipc://{worker.path}",
+            model="smollm2",
+            weight_version=1,
         )
+        try:
+            self.rpc.call(told, Done, 300.0)
+        except WorkerGone:  # it was too slow for the router's first question, which it answers later
+            eventually(lambda: self.status().slots[0].registered, what=f"{worker.worker_id} answers, and serves")
 
     def lose(self, worker: Worker) -> None:
         """SIGKILL, seen dead; unregister first of all, then fence."""
