@@ -46,8 +46,8 @@ if [ "${BELAYER_SKIP_LINT:-}" != 1 ]; then
   check "$python" -m ruff format --check "${sources[@]}"
   check "$python" -m mypy
 fi
-# Two cores, two halves side by side: tests of worker engines, and all others (beside them the long one of weights). Each half runs its tests in order, so
-# that sandboxes of one Docker Engine never meet another test's.
+# Two cores, two halves side by side, of about one length: tests of hosts with worker engines, and all others. Each half
+# runs its tests in order, so that sandboxes of one Docker Engine never meet another test's.
 halves() {
   local logs=$ROOT/.cache/logs engines=() rest=() file pid one=0 two=0
   mkdir -p "$logs"
