@@ -215,8 +215,10 @@ def caught(host: Host, worker: Worker) -> tuple[dict[str, Stream], dict[str, Ask
         eventually(lambda wanted=wanted: host.status().running >= wanted, what="all are with the worker")
         worker.go_on()
         eventually(
-            lambda streams=streams, others=others: all(map(in_its_middle, streams.values()))
-            and all(one.told.text or not one.is_alive() for one in others.values()),
+            lambda streams=streams, others=others: (
+                all(map(in_its_middle, streams.values()))
+                and all(one.told.text or not one.is_alive() for one in others.values())
+            ),
             what="every stream is in its middle",
         )
         if host.caught_running(worker, SOME):
