@@ -22,7 +22,7 @@ from envkeeper.host import owner_of
 from envkeeper.keeper import Box, Keeper
 from envkeeper.records import SandboxRecord
 
-_ASK_S = 10.0  # a CRIU that outlived us may hold the tasks for a moment longer
+_ASK_S = 30.0  # a CRIU that outlived us may hold the tasks for a moment longer, and the host be busy
 
 
 async def adopt(keeper: Keeper, backend: Backend) -> None:

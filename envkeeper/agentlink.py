@@ -20,6 +20,7 @@ from typing import Any
 
 from belayer.clock import monotonic
 from belayer.errors import BelayerError, SandboxLost
+from envkeeper.passing import AGAIN, SHORT
 
 SOCKET_IN_SANDBOX = "run/belayer-agent.sock"
 PROTOCOL = 2
@@ -31,7 +32,7 @@ TIMED_OUT, SHELL_ENDED, OUT_CUT, ERR_CUT, STOPPED, UNKILLED = 1, 2, 4, 8, 16, 32
 
 
 class AgentError(BelayerError):
-    """The agent lives and declined before anything was begun: its own words are in the message."""
+    """The agent lives and declined before anything was begun: its own words are in the message. Or it was not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,18 +226,29 @@ class AgentLink:
 
     @contextlib.contextmanager
     def _connect(self) -> Iterator[socket.socket]:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as sock:
-            try:
-                sock.connect(self._path)
-            except OSError as why:
-                if _readable(self._pidfd):
-                    raise SandboxLost("the sandbox is dead") from why
-                raise
+        with self._connected() as sock:
             self._open.add(sock)
             try:
                 yield sock
             finally:
                 self._open.discard(sock)
+
+    def _connected(self) -> socket.socket:
+        """Raises AgentError where the host had nothing left for a connection: then nothing was asked."""
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            try:
+                sock.connect(self._path)
+            except OSError:
+                sock.close()
+                raise
+        except OSError as why:
+            if _readable(self._pidfd):
+                raise SandboxLost("the sandbox is dead") from why
+            if why.errno in SHORT:
+                raise AgentError(f"the host could not ask its agent: {why}", remedy=AGAIN) from why
+            raise
+        return sock
 
     @staticmethod
     def _send(sock: socket.socket, kind: bytes, body: bytes) -> None:

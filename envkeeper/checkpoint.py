@@ -20,8 +20,8 @@ from pathlib import Path
 
 from belayer.clock import Stopwatch, wall
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, SandboxLost
-from envkeeper import freezer, mounts, peers, preflight, remains, remaps, upper, watches
-from envkeeper.agentlink import AgentLink
+from envkeeper import freezer, mounts, passing, peers, preflight, remains, remaps, upper, watches
+from envkeeper.agentlink import AgentError, AgentLink
 from envkeeper.criu import DumpCut, Dumper, DumpHung, DumpPlan, kill_pending
 from envkeeper.disk import FULL, sync_filesystem
 from envkeeper.engine import BOUND, Life
@@ -31,7 +31,9 @@ from envkeeper.rests import Rests
 from envkeeper.store import FORMAT, FileDigest, Manifest, Store
 
 CRIU_FOLDER = "criu"
-_GOES_ON_S = 5.0  # how long the agent of a sandbox whose dump was cut off may take to answer
+_ANSWERS_S = 30.0  # how long an agent may take to answer on a busy host, before a dump and after one that was cut off
+_RESTS_S = 30.0  # how long tasks may take to freeze when they must be looked at: some may wait for a disk
+_KEPT = "the sandbox runs on and the previous checkpoint stays READY"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,7 @@ class _Frozen:
         )
         findings = findings or peers.find(pid, tasks)
         if findings:
-            raise CheckpointRefused(
-                "; ".join(str(finding) for finding in findings[:4]),
-                kept="the sandbox runs on and the previous checkpoint stays READY",
-            )
+            raise CheckpointRefused("; ".join(str(finding) for finding in findings[:4]), kept=_KEPT)
         self.stdio = tuple(os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3))
         self.folders = upper.times_of(self.subject.life.upper, preflight.parents_of_unlinked(tasks))
         self.phases["preflight"] = self.watch.lap()
@@ -116,7 +115,7 @@ class _Frozen:
 
     def cut(self) -> None:
         try:
-            self.group.freeze()
+            self.group.freeze(_RESTS_S)
             # Where it had to be thawed for the dump to die, no task had been touched, and some may have ended.
             before = self.pids if self.frozen_ms is None else ()
             self.doubts = remains.look(before, self.group.pids())
@@ -172,9 +171,11 @@ class Checkpointer:
         """Blocking; the sandbox runs again when this returns or raises. On any failure nothing is left of it."""
         watch, phases = Stopwatch(), dict[str, float]()
         nonce = secrets.token_bytes(32)
-        with _nothing_left(subject, store, store.begin(subject.boundary)) as folder, _lost_if_dead(subject.life.pid):
+        with _incomplete(subject):
+            folder = store.begin(subject.boundary)
+        with _nothing_left(subject, store, folder), _lost_if_dead(subject.life.pid):
             reach(Point.CAPTURE_BEGUN)
-            link.set_nonce(nonce)
+            self._set_nonce(subject, link, nonce)
             reach(Point.CAPTURE_NONCE)
             if self._reflink:  # a clone writes dirty pages out first: not while frozen. A copy reads them from memory.
                 sync_filesystem(subject.life.upper)
@@ -185,6 +186,21 @@ class Checkpointer:
             phases.update(frozen.phases)
             assert frozen.frozen_ms is not None
             return Draft(subject, folder, nonce, frozen.stdio, captured, frozen.frozen_ms, phases)
+
+    def _set_nonce(self, subject: Subject, link: AgentLink, nonce: bytes) -> None:
+        """Nothing is frozen yet, and whichever nonce the agent keeps harms nobody: one that lives and is slow costs this
+        checkpoint only."""
+        limit = min(_ANSWERS_S, self._timeout_s)
+        try:
+            link.set_nonce(nonce, limit)
+        except (SandboxLost, AgentError) as why:
+            if isinstance(why, SandboxLost) and kill_pending(subject.life.pid):
+                raise
+            raise CheckpointIncomplete(
+                f"the agent of {subject.sandbox_id} did not take a nonce within {limit:g} s ({why.message})",
+                kept=_KEPT,
+                remedy="checkpoint again later",
+            ) from why
 
     def publish(self, draft: Draft, store: Store) -> tuple[Manifest, str, dict[str, float]]:
         """Blocking; actions may run meanwhile. The sandbox may even die: what was captured was captured alive."""
@@ -264,7 +280,7 @@ def _still_whole(subject: Subject, link: AgentLink, frozen: _Frozen, why: DumpCu
     said = "; ".join(frozen.doubts[:4])
     if not said:
         try:
-            link.status(_GOES_ON_S)
+            link.status(_ANSWERS_S)
             return
         except (BelayerError, OSError) as silent:
             said = f"it does not answer ({silent})"
@@ -277,16 +293,22 @@ def _still_whole(subject: Subject, link: AgentLink, frozen: _Frozen, why: DumpCu
 
 @contextlib.contextmanager
 def _nothing_left(subject: Subject, store: Store, folder: Path) -> Iterator[Path]:
-    """Discard ``folder`` on any failure; a failed write of ours is CheckpointIncomplete."""
+    """Discard ``folder`` on any failure; a failed call of ours is CheckpointIncomplete."""
+    with _incomplete(subject):
+        try:
+            yield folder
+        except (BelayerError, OSError):
+            store.discard(folder)
+            raise
+
+
+@contextlib.contextmanager
+def _incomplete(subject: Subject) -> Iterator[None]:
     try:
-        yield folder
-    except BelayerError:
-        store.discard(folder)
-        raise
+        yield
     except OSError as why:
-        store.discard(folder)
         raise CheckpointIncomplete(
             f"checkpoint at boundary {subject.boundary} of {subject.sandbox_id}: {why}",
-            kept="the sandbox runs on and the previous checkpoint stays READY",
-            remedy="free disk space below the checkpoint folder" if why.errno in FULL else "",
+            kept=_KEPT,
+            remedy="free disk space below the checkpoint folder" if why.errno in FULL else passing.AGAIN,
         ) from why

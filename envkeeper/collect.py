@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from belayer.clock import wall
-from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused
+from belayer.errors import BelayerError, CheckpointIncomplete
 from envkeeper import strays
 from envkeeper.budget import Entry, Limits, Plan, plan
 from envkeeper.keeper import Box, Keeper
@@ -39,14 +39,14 @@ class Collector:
 
     async def expect(self, box: Box) -> None:
         """Refuse before the freeze what surely could not be kept: as large as the last one. Raises
-        CheckpointRefused."""
+        CheckpointIncomplete."""
         if self.limits.high:
             async with self._one:
                 await self._make_room(box, box.ready.nbytes if box.ready else 0)
 
     @asynccontextmanager
     async def room_for(self, box: Box, folder: Path) -> AsyncIterator[None]:
-        """Room for the captured ``folder`` while it is published. Raises CheckpointRefused."""
+        """Room for the captured ``folder`` while it is published. Raises CheckpointIncomplete."""
         if not self.limits.high:
             yield
             return
@@ -92,7 +92,7 @@ class Collector:
         found = await self.collect(size)
         if found.fits:
             return
-        raise CheckpointRefused(
+        raise CheckpointIncomplete(
             f"the disk budget of {self.limits.high // _MIB} MiB cannot be met: {-(-size // _MIB)} MiB are to come, "
             f"{-(-(found.used + sum(self._coming.values())) // _MIB)} MiB belong to READY checkpoints of living "
             "sandboxes and to restores that are under way",

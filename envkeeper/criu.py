@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import math
 import os
 import re
 import shutil
@@ -34,7 +35,7 @@ from typing import Protocol
 
 from belayer.clock import monotonic
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, HostUnfit, SandboxLost
-from envkeeper import pbuf, reasons
+from envkeeper import passing, pbuf, reasons
 from envkeeper.disk import FULL, is_full
 
 OLDEST = (4, 2)  # 4.1 fails on any inet socket on kernels >= 6.16, although its own check passes
@@ -59,6 +60,7 @@ _GLANCE_S = 0.2  # how often a silent dump is looked at
 
 _GRACE_S = 0.5  # how long CRIU may take to end by itself, and to take a kill that nothing holds up
 _REAP_S = 5.0  # how long a killed CRIU may take to be gone
+_OWN_ALARM_S = 10  # CRIU's own deadline for a freeze lies behind ours: what it says of it would be taken for a refusal
 
 # All that decides what is in the images and how it is read again; its hash is in every manifest.
 _SETTINGS = f"leave-running tcp-established file-locks link-remap orphan-pts-master ghost-limit={_GHOST_LIMIT}"
@@ -176,7 +178,7 @@ class Criu:
 
         Raises what ``moment`` raised; CheckpointRefused when CRIU names something it cannot dump; SandboxLost when
         PID 1 was killed meanwhile; DumpHung after ``plan.timeout_s``; DumpCut when CRIU died; CheckpointIncomplete when
-        the disk is full.
+        the disk is full, or the host was short of something else.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         images = os.open(plan.images, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -269,10 +271,13 @@ def _why_failed(plan: DumpPlan, said: str) -> BelayerError:
     if kill_pending(plan.pid):  # its complaint is then about a process that goes away under its hands
         return SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
     why = first_error(plan.images) or ": " + (said or "no reason given")
-    if any(os.strerror(code) in why for code in FULL) or is_full(plan.images):
+    found = errors(plan.images) or why
+    if any(os.strerror(code) in found for code in FULL) or is_full(plan.images):
         return CheckpointIncomplete(
             f"no space left for the dump{why}", kept=_KEPT, remedy="free disk space below the checkpoint folder"
         )
+    if passing.is_short(found):
+        return CheckpointIncomplete(f"CRIU was short of something{why}", kept=_KEPT, remedy=passing.AGAIN)
     named = reasons.name(why)
     words = f"CRIU cannot dump this sandbox{why}"
     return CheckpointRefused(f"{named} ({words})" if named else words, kept=_KEPT)
@@ -350,7 +355,7 @@ def _dump_request(plan: DumpPlan, images: int) -> bytes:
         (34, _IGNORE_CGROUPS),
         (35, _GHOST_LIMIT),
         (44, str(plan.freezer)),
-        (45, max(1, int(plan.timeout_s))),
+        (45, math.ceil(plan.timeout_s) + _OWN_ALARM_S),
         (50, True),  # orphan_pts_master
         (64, _SKIP_NETWORK_LOCK),
     ]
@@ -388,13 +393,18 @@ def _gone(child: subprocess.Popen[bytes], within_s: float) -> bool:
 
 def first_error(folder: Path, name: str = "dump.log") -> str:
     """': <first error line>' of a CRIU log, or an empty string."""
+    line = errors(folder, name).partition("\n")[0]
+    return ": " + re.sub(r"^\(\s*[\d.]+\)\s*", "", line).strip() if line else ""
+
+
+def errors(folder: Path, name: str = "dump.log") -> str:
+    """All error lines of a CRIU log: the first one names what failed, a later one may say for want of what."""
     try:
         text = (folder / name).read_text(errors="replace")
     except FileNotFoundError:
         return ""
     # Raising its own descriptor limit is the first thing CRIU fails at without CAP_SYS_RESOURCE, and harmless.
-    line = next((row for row in text.splitlines() if "Error" in row and "RLIMIT_NOFILE" not in row), "")
-    return ": " + re.sub(r"^\(\s*[\d.]+\)\s*", "", line).strip() if line else ""
+    return "\n".join(row for row in text.splitlines() if "Error" in row and "RLIMIT_NOFILE" not in row)
 
 
 def search_path(binary: Path, helpers: Path) -> str:

@@ -27,9 +27,9 @@ from typing import Any
 
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, HostUnfit, RestoreFailed, SandboxLost
 from belayer.statefile import write_bytes
-from envkeeper import marks
+from envkeeper import marks, passing
 from envkeeper.checkpoint import CRIU_FOLDER
-from envkeeper.criu import DumpCut, DumpHung, DumpPlan, Moment, first_error, kill_pending
+from envkeeper.criu import DumpCut, DumpHung, DumpPlan, Moment, errors, first_error, kill_pending
 from envkeeper.disk import FULL
 from envkeeper.docker_port import DockerPort, EngineAway, EngineFault
 from envkeeper.failpoints import Point, reach
@@ -44,7 +44,10 @@ _TOO_NEW = 28
 _SHORT_S = 20.0
 # containerd writes the container's own settings beside each dump, and refuses bytes that it still has: those of the
 # dump before, which its collector has not taken away yet. One more dump was enough where it was seen (a busy host).
-_STALE = re.compile(r"content (sha256:[0-9a-f]{64}): already exists")
+# Nor does it take an index whose writer of before is not closed yet (its lock has the container's name), or an image of
+# the same second (dumps are named for it). All of it comes after the dump: the tasks were let go of in order.
+_STALE = re.compile(r"content (sha256:[0-9a-f]{64}): already exists|ref \S+ locked|image \S+: already exists")
+_UNPAUSED = re.compile(r"[Cc]ontainer \S+ is not paused")  # Docker's word for its own mark
 _STALE_TRIES = 6
 _STALE_WAIT_S = 0.1
 
@@ -129,13 +132,7 @@ class ApiDumper:
         """As Criu.dump; the images are in ``plan.images`` when it returns."""
         name = plan.images.parent.name
         moment.start()
-        try:
-            self._say(self._api.pause, plan)
-        except BelayerError:
-            with contextlib.suppress(EngineAway, EngineFault):  # only its answer may have been lost
-                self._api.unpause(plan.container_id)
-            moment.thaw()
-            raise
+        self._pause(plan, moment)
         try:
             moment.begin()
             self._create(plan, name, moment)
@@ -146,13 +143,32 @@ class ApiDumper:
         with contextlib.suppress(EngineAway, EngineFault):  # it is ours already; Docker's copy goes with the container
             self._api.delete(plan.container_id, name)
 
+    def _pause(self, plan: DumpPlan, moment: Moment) -> None:
+        """A mark of Docker's that outlived its pause (the unpause was not answered, twice) is taken away first: with it
+        the sandbox would never be dumped again."""
+        try:
+            try:
+                self._api.pause(plan.container_id)
+            except EngineFault as why:
+                if "already paused" not in why.said:
+                    raise
+                moment.hold()  # Docker's runtime does not unpause what runs
+                self._api.unpause(plan.container_id)
+                self._api.pause(plan.container_id)
+        except (EngineFault, EngineAway) as why:
+            with contextlib.suppress(BelayerError):  # only its answer may have been lost
+                self._unpause(plan, moment)
+            raise _undone("pause", plan, why) from why
+
     def _collect(self, plan: DumpPlan, name: str) -> None:
         """Still frozen: what has to be copied beside the images is read from them. Docker's folders may be another
         mount: no link and no rename."""
         made = self._api.folder(plan.container_id) / name
         missing = [part for part in _NEEDED if not (made / part).exists()]
         if missing:
-            raise CheckpointIncomplete(f"Docker says that it made a checkpoint, without {missing[0]}", kept=_KEPT)
+            raise CheckpointIncomplete(
+                f"Docker says that it made a checkpoint, without {missing[0]}", kept=_KEPT, remedy=passing.AGAIN
+            )
         for image in made.iterdir():
             shutil.copyfile(image, plan.images / image.name)
 
@@ -188,19 +204,25 @@ class ApiDumper:
     def _why(plan: DumpPlan, said: str, moment: Moment) -> BelayerError:
         if kill_pending(plan.pid):
             return SandboxLost(f"PID 1 (pid {plan.pid}) was killed during the dump")
-        log = re.search(r"log file: (\S+)", said)
-        why = said.splitlines()[0][:300] + (first_error(Path(log[1]).parent, Path(log[1]).name) if log else "")
-        if any(os.strerror(code).lower() in said.lower() for code in FULL):
+        log, found = re.search(r"log file: (\S+)", said), ""
+        why = (said.splitlines() or ["it gave no reason"])[0][:300]
+        if log:
+            where = (Path(log[1]).parent, Path(log[1]).name)
+            why, found = why + first_error(*where), errors(*where)
+        if any(os.strerror(code).lower() in f"{said}{found}".lower() for code in FULL):
             return CheckpointIncomplete(f"no space left for the dump: {why}", kept=_KEPT, remedy="free disk space")
         if stale := _STALE.search(said):
             return StaleContent(
                 f"containerd still has what the dump before this one left: {why}",
                 kept=_KEPT,
-                remedy=f"checkpoint again later; if it stays so: ctr -n moby content rm {stale[1]}",
+                remedy="checkpoint again later"
+                + (f"; if it stays so: ctr -n moby content rm {stale[1]}" if stale[1] else ""),
             )
-        if "EOF" in said or "signal: killed" in said or "swrk" in said:
-            moment.cut()
-            return DumpCut(f"Docker's CRIU ended in the middle of a dump: {why}", kept=_KEPT)
+        if not passing.of_criu(said) or "EOF" in said or "signal: killed" in said or "swrk" in said:
+            moment.cut()  # nobody says whether the dump had ended: a shim that went, a connection, a deadline
+            return DumpCut(f"Docker did not end its dump: {why}", kept=_KEPT, remedy=passing.AGAIN)
+        if passing.is_short(found or why):
+            return CheckpointIncomplete(f"Docker's CRIU was short of something: {why}", kept=_KEPT, remedy=passing.AGAIN)
         return CheckpointRefused(f"Docker cannot dump this sandbox: {why}", kept=_KEPT)
 
     def _unpause(self, plan: DumpPlan, moment: Moment) -> None:
@@ -212,18 +234,19 @@ class ApiDumper:
             if kill_pending(plan.pid):
                 return  # nothing to unpause: Docker notices by itself
             moment.hold()
-            self._say(self._api.unpause, plan)
+            try:
+                self._api.unpause(plan.container_id)
+            except (EngineFault, EngineAway) as why:
+                if not _UNPAUSED.search(why.message):  # it was done, and only the answer lost
+                    raise _undone("unpause", plan, why) from why
         finally:
             moment.thaw()
 
-    @staticmethod
-    def _say(call: Any, plan: DumpPlan) -> None:
-        try:
-            call(plan.container_id)
-        except (EngineFault, EngineAway) as why:
-            if kill_pending(plan.pid):
-                raise SandboxLost(f"PID 1 (pid {plan.pid}) is dead") from why
-            raise CheckpointIncomplete(f"Docker did not {call.__name__}: {why.message}", kept=_KEPT) from why
+
+def _undone(what: str, plan: DumpPlan, why: BelayerError) -> BelayerError:
+    if kill_pending(plan.pid):
+        return SandboxLost(f"PID 1 (pid {plan.pid}) is dead")
+    return CheckpointIncomplete(f"Docker did not {what}: {why.message}", kept=_KEPT, remedy=passing.AGAIN)
 
 
 class ApiReviver:
@@ -248,9 +271,11 @@ class ApiReviver:
         try:
             self._api.start(container_id, name, self._timeout_s)
         except EngineFault as why:
-            raise RestoreFailed(
-                f"Docker could not start {container_id[:12]} from it: {why.said or why.message}", kept="the checkpoint"
-            ) from why
+            said = why.said or why.message
+            log = re.search(r"log file: (\S+)", said)
+            found = errors(Path(log[1]).parent, Path(log[1]).name) if log else ""
+            kind = RestoreFailed if passing.of_criu(said) and not passing.is_short(found or said) else passing.Hindered
+            raise kind(f"Docker could not start {container_id[:12]} from it: {said}", kept="the checkpoint") from why
         finally:
             self._sweep_leaks(nonce)
 

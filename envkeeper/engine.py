@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from belayer.errors import BelayerError, HostUnfit, Refused, RestoreFailed, SandboxLost
-from envkeeper import admission, lives, marks, network, seccomp
+from envkeeper import admission, lives, marks, network, passing, seccomp
 from envkeeper.docker_port import GLANCE_S, TIMEOUT_S, DockerPort, EngineFault
 from envkeeper.recipe import Recipe
 
@@ -22,7 +22,7 @@ AGENT_IN_SANDBOX = "/.belayer/agent"
 LABEL = "belayer"
 BOUND = frozenset({AGENT_IN_SANDBOX, lives.IN_SANDBOX, "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"})
 _LOOKS, _LOOK_S = 100, 0.05  # at a death that Docker has not heard of yet
-_REMOVALS = 5  # tries; each takes Docker a few hundredths of a second
+_REMOVALS, _REMOVAL_S = 6, 0.2  # tries, and between them: what lingers is a matter of a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +214,13 @@ class Engine:
             return _layers(self._inspect(container_id))
 
     def start(self, container_id: str) -> None:
-        """Raises RestoreFailed with the engine's words."""
+        """Raises RestoreFailed with the engine's words; Hindered where they are not about what is being started."""
         try:
             with self._docker.reading("to start a container"):
                 self._docker.client().start(container_id)
         except EngineFault as why:
-            raise RestoreFailed(f"container {container_id[:12]} did not start: {why.said or why.message}") from why
+            kind = RestoreFailed if passing.of_criu(why.said) else passing.Hindered
+            raise kind(f"container {container_id[:12]} did not start: {why.said or why.message}") from why
 
     def life(self, container_id: str) -> Life:
         """Raises SandboxLost when the container does not run."""
@@ -291,9 +292,10 @@ class Engine:
             except EngineFault as why:
                 if why.status in (404, 409):  # 409: "removal ... is already in progress"
                     break
-                # It died between Docker's look and Docker's kill (we have just fenced it): asked again, it is gone.
-                if left == 0 or "is not running" not in why.said:
+                # It died between Docker's look and Docker's kill (we have just fenced it), or is not unmounted yet.
+                if left == 0 or not passing.lingers(why.said):
                     raise
+                time.sleep(_REMOVAL_S)
         marks.forget(container_id)
 
     def ours(self) -> dict[str, str]:

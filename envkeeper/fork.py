@@ -23,6 +23,7 @@ from envkeeper.backend import Backend
 from envkeeper.core import Event, State
 from envkeeper.keeper import Box, Keeper
 from envkeeper.lineage import Lineage
+from envkeeper.patience import patiently
 from envkeeper.prefix import ROOM, Back, aftermath_of
 from envkeeper.records import SandboxRecord
 from envkeeper.store import Manifest, Store
@@ -123,9 +124,7 @@ class Forks:
             notes = lineage.notes()
             told = await keeper.thread(keeper.lives.make, record.incarnation, notes)
             order = restore.Order(manifest, box.store, record.sandbox_id, record.incarnation, told, verified=True)
-            back = await keeper.thread(
-                self._backend.restore, order, keeper.config.restore_timeout_s, partial(self._making, box)
-            )
+            back = await keeper.thread(self._restore, box, order)
         keeper.live(box, back.life, back.pidfd, back.link)
         await asyncio.shield(hashes)
         box.record = msgspec.structs.replace(box.record, making="")
@@ -133,6 +132,17 @@ class Forks:
         await keeper.thread(partial(keeper.save, box, durable=True))
         aftermath = await keeper.thread(aftermath_of, keeper.host.engine, manifest, record)
         return Back(manifest, back, (f"{manifest.checkpoint_id}: restored",), notes, watch.ms(), aftermath)
+
+    def _restore(self, box: Box, order: restore.Order) -> restore.Restored:
+        """In a thread. One of many that the engine hinders for a moment must not cost all of them."""
+
+        def clean() -> None:
+            if box.record.making:
+                self._keeper.host.engine.remove(box.record.making)
+                self._making(box, "")
+
+        limit, made = self._keeper.config.restore_timeout_s, partial(self._making, box)
+        return patiently(lambda: self._backend.restore(order, limit, made), clean)
 
     def _making(self, box: Box, container_id: str) -> None:
         box.record = msgspec.structs.replace(box.record, making=container_id)

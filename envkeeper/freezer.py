@@ -30,7 +30,9 @@ class Freezer:
             if monotonic() > end:
                 self.thaw()
                 raise CheckpointIncomplete(
-                    f"the sandbox did not freeze within {deadline_s:g} s", kept="the sandbox runs on"
+                    f"the sandbox did not freeze within {deadline_s:g} s: a task waits in the kernel",
+                    kept="the sandbox runs on",
+                    remedy="checkpoint again later; the host's disk may be busy",
                 )
             select.select([], [], [], 0.0002)
 

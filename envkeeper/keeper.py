@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from belayer.config import Envkeeper
 from belayer.errors import (
     BelayerError,
     Fenced,
+    HostNotReady,
     Refused,
     SandboxLost,
     SandboxUnknown,
@@ -42,11 +43,14 @@ from belayer.procs import boot_id, start_time
 from envkeeper import freezer, network, restore
 from envkeeper.agentlink import AgentLink, open_pidfd
 from envkeeper.core import Event, Go, Refuse, State, decide
+from envkeeper.docker_port import EngineFault
 from envkeeper.engine import Life
 from envkeeper.failpoints import Point, reach
 from envkeeper.host import Host
 from envkeeper.lineage import Lineage
 from envkeeper.lives import Lives
+from envkeeper.passing import Hindered
+from envkeeper.patience import FEW_S, patiently
 from envkeeper.pool import Pool, Waiting
 from envkeeper.recipe import Recipe
 from envkeeper.records import Records, SandboxRecord
@@ -308,14 +312,25 @@ class Keeper:
     def _make(
         self, recipe: Recipe, sandbox_id: str, incarnation: str, made: Callable[[str], None] = lambda _: None
     ) -> tuple[Life, int, AgentLink]:
-        """A started container whose agent answers. What fails is removed by whoever has its id, or by its label."""
+        """A started container whose agent answers; another one where the engine hindered the first, in which nothing
+        has been done. What fails is removed by whoever has its id, or by its label. Raises HostNotReady."""
+        try:
+            return patiently(lambda: self._make_once(recipe, sandbox_id, incarnation, made), lambda: None, FEW_S)
+        except Hindered as why:
+            raise HostNotReady(why.message, kept="the other sandboxes", remedy="create it again later") from why
+
+    def _make_once(
+        self, recipe: Recipe, sandbox_id: str, incarnation: str, made: Callable[[str], None]
+    ) -> tuple[Life, int, AgentLink]:
         engine = self.host.engine
-        container_id = engine.create(recipe, sandbox_id, incarnation, self.lives.make(incarnation))
+        with _engines_own():
+            container_id = engine.create(recipe, sandbox_id, incarnation, self.lives.make(incarnation))
         made(container_id)
         try:
-            engine.start(container_id)
-            reach(Point.CREATE_STARTED)
-            life = engine.life(container_id)
+            with _engines_own():
+                engine.start(container_id)
+                reach(Point.CREATE_STARTED)
+                life = engine.life(container_id)
             pidfd = open_pidfd(life.pid)
             try:
                 link = AgentLink(life.pid, pidfd)
@@ -324,7 +339,8 @@ class Keeper:
                 os.close(pidfd)
                 raise
         except BelayerError:
-            engine.remove(container_id)
+            with contextlib.suppress(BelayerError):  # what failed before is what must be told
+                engine.remove(container_id)
             raise
         return life, pidfd, link
 
@@ -409,6 +425,17 @@ class Keeper:
         if why is not None:
             expected = isinstance(why, BelayerError | OSError)
             self.log.warning("chore failed", why=str(why), exc_info=None if expected else why)
+
+
+@contextlib.contextmanager
+def _engines_own() -> Iterator[None]:
+    """An answer of the engine that blames itself (5xx), or is none, is no word about what was asked for (4xx)."""
+    try:
+        yield
+    except EngineFault as why:
+        if 400 <= why.status < 500:
+            raise
+        raise Hindered(why.message) from why
 
 
 def alive(box: Box) -> AgentLink:

@@ -18,8 +18,9 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from belayer.errors import HostUnfit, Refused
+from belayer.errors import HostNotReady, HostUnfit, Refused
 
+_TOOL_S = 60.0  # iptables waits for its lock, which every container of a busy host takes
 _TEXT = re.compile(
     r"(?P<net>[0-9.]+(?:/[0-9]{1,2})?):(?P<low>[0-9]{1,5})(?:-(?P<high>[0-9]{1,5}))?(?:/(?P<kind>tcp|udp))?"
 )
@@ -141,11 +142,11 @@ def _bare(text: str) -> list[str]:
 def _run(pid: int, *command: str, given: str = "") -> str:
     full = ["nsenter", f"--net=/proc/{pid}/ns/net", "--", *command]
     try:
-        done = subprocess.run(full, input=given, capture_output=True, text=True, check=False, timeout=20)
+        done = subprocess.run(full, input=given, capture_output=True, text=True, check=False, timeout=_TOOL_S)
     except FileNotFoundError as why:
         raise HostUnfit(f"no {why.filename} on this host", remedy="install iptables and util-linux") from why
     except subprocess.TimeoutExpired as why:
-        raise HostUnfit(f"{command[0]} did not end within {why.timeout:g} s") from why
+        raise HostNotReady(f"{command[0]} did not end within {why.timeout:g} s", remedy="try again later") from why
     if done.returncode:
         raise HostUnfit(f"{command[0]} failed in the holder's network: {done.stderr.strip()[:300]}")
     return done.stdout

@@ -5,19 +5,21 @@ Publishing is serial per sandbox (READY never moves back by it) and outside the 
 A restore takes the claim before it kills (of two restorers only the winner may), sees the old life dead before anything
 new is made, and moves READY to what it brought back before the new life is on record: what lies after that boundary is
 an abandoned attempt. When a checkpoint fails, its ancestors are tried, newest first, and the image last, as far as the
-caller allows; never another branch, whose L_k would not be a beginning of the caller's log.
+caller allows; never another branch, whose L_k would not be a beginning of the caller's log. What fails by the engine or
+the host is no fault of a checkpoint: the same one is tried again, and no step of the trajectory is given up for it.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
 from belayer.clock import Stopwatch, wall
-from belayer.errors import BelayerError, CheckpointRefused, ClaimTaken, HostUnfit, RestoreFailed, SandboxLost
+from belayer.errors import BelayerError, ClaimTaken, HostUnfit, RestoreFailed, SandboxLost
 from belayer.messages.sandbox import Birth, FullCheckpoint, FullRestore
 from envkeeper.aftermath import Aftermath, judge
 from envkeeper.backend import Backend, containers
@@ -29,6 +31,8 @@ from envkeeper.engine import Engine
 from envkeeper.failpoints import Point, reach
 from envkeeper.keeper import Box, Keeper, alive
 from envkeeper.lineage import Lineage, check_note
+from envkeeper.passing import Hindered
+from envkeeper.patience import PAUSES_S
 from envkeeper.records import SandboxRecord
 from envkeeper.restore import Fresh, Order, Restored
 from envkeeper.store import Manifest, Store
@@ -91,7 +95,7 @@ class Prefixes:
             try:
                 async with self.collector.room_for(box, draft.folder):
                     manifest, digest, phases = await self._keeper.thread(self.backend.publish, draft, box.store)
-            except CheckpointRefused:
+            except BelayerError:
                 await self._keeper.thread(box.store.discard, draft.folder)
                 raise
             box.ready, box.ready_digest = manifest, digest
@@ -169,6 +173,8 @@ class Prefixes:
                 raise
             raise RestoreFailed(f"{record.sandbox_id}: {why}", kept="the checkpoints", remedy=ROOM) from why
         served.phases_ms["fence"] = fenced
+        if manifest is None or manifest.checkpoint_id != trial.first:
+            keeper.log.warning("restored less than was asked for", sandbox=record.sandbox_id, tried=trial.path)
         self._serve(box, manifest, served, birth)
         keeper.chore(box.store.claims.spend, claim)
         aftermath = await keeper.thread(aftermath_of, keeper.host.engine, manifest, record)
@@ -253,31 +259,15 @@ class Prefixes:
     def _bring_back(
         self, box: Box, trial: _Trial, claim: Claim, notes: tuple[str, ...]
     ) -> tuple[Manifest | None, Restored]:
-        """In a thread. Candidates in order, then the image; each failure is named in ``trial.path``. One that is whole
-        on disk is tried twice: what failed was something around it (a killed shim, a container that died), and an older
-        one would cost the work between the two."""
-        record, limit, made = box.record, self._keeper.config.restore_timeout_s, partial(self._making, box)
-        incarnation = next_incarnation(record)
-        verified = trial.verified  # of the first
+        """In a thread. Candidates in order, then the image; each failure is named in ``trial.path``."""
+        record, incarnation = box.record, next_incarnation(box.record)
         for manifest in trial.manifests:
-            for last in (False, True):
-                self._clean(box)
-                try:
-                    if claim.checkpoint_id != manifest.checkpoint_id:
-                        claim = box.store.claims.change(claim, checkpoint_id=manifest.checkpoint_id)
-                    told = self._keeper.lives.make(incarnation, notes)
-                    order = Order(manifest, box.store, record.sandbox_id, incarnation, told, verified)
-                    back = self.backend.restore(order, limit, made)
-                except (HostUnfit, ClaimTaken):
-                    raise  # no other checkpoint would do better
-                except BelayerError as why:
-                    trial.failed(manifest.checkpoint_id, why)
-                else:
-                    trial.path += (f"{manifest.checkpoint_id}: restored",)
-                    return manifest, back
-                verified = not last and trial.is_whole(box.store, manifest)
-                if not verified:
-                    break
+            if claim.checkpoint_id != manifest.checkpoint_id:
+                claim = box.store.claims.change(claim, checkpoint_id=manifest.checkpoint_id)
+            back = self._try(box, trial, manifest, incarnation, notes)
+            if back is not None:
+                trial.path += (f"{manifest.checkpoint_id}: restored",)
+                return manifest, back
         if not trial.allow_base:
             raise RestoreFailed(
                 f"{record.sandbox_id}: {'; '.join(trial.path)}",
@@ -286,9 +276,45 @@ class Prefixes:
             )
         self._clean(box)
         told = self._keeper.lives.make(incarnation, notes)
-        back = self.backend.fresh(Fresh(record.recipe, record.sandbox_id, incarnation, told), limit, made)
+        fresh = Fresh(record.recipe, record.sandbox_id, incarnation, told)
+        back = self.backend.fresh(fresh, self._keeper.config.restore_timeout_s, partial(self._making, box))
         trial.path += ("the image: begun again at boundary 0",)
         return None, back
+
+    def _try(
+        self, box: Box, trial: _Trial, manifest: Manifest, incarnation: str, notes: tuple[str, ...]
+    ) -> Restored | None:
+        """None when it cannot be restored. One that is whole on disk is tried twice for any reason, and for some seconds
+        while the engine or the host hinders: an older one would cost the work between the two, and fare no better."""
+        config, verified, left = self._keeper.config, trial.verified and manifest is trial.manifests[0], 1
+        pauses = iter(PAUSES_S)
+        while True:
+            self._clean(box)
+            told = self._keeper.lives.make(incarnation, notes)
+            order = Order(manifest, box.store, box.record.sandbox_id, incarnation, told, verified)
+            try:
+                return self.backend.restore(order, config.restore_timeout_s, partial(self._making, box))
+            except (HostUnfit, ClaimTaken):
+                raise  # no other checkpoint would do better
+            except BelayerError as why:
+                failed = why
+            trial.failed(manifest.checkpoint_id, failed)
+            verified = verified or trial.is_whole(box.store, manifest)
+            if not verified:
+                return None
+            if isinstance(failed, Hindered):
+                pause = next(pauses, None) if failed.again else None
+                if pause is None:
+                    raise RestoreFailed(
+                        f"{box.record.sandbox_id}: {'; '.join(trial.path)}",
+                        kept=f"checkpoint {manifest.checkpoint_id}, which is whole: none before it was tried",
+                        remedy=failed.remedy or "restore again later",
+                    ) from failed
+                time.sleep(pause)
+            elif left:
+                left -= 1
+            else:
+                return None
 
     def _clean(self, box: Box) -> None:
         """In a thread, before a life is made: what an attempt before it left may run. Never two of one sandbox."""

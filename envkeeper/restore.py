@@ -21,14 +21,18 @@ from pathlib import Path
 from belayer.clock import Stopwatch, monotonic
 from belayer.errors import BelayerError, RestoreFailed
 from belayer.procs import is_dead, wait_dead
-from envkeeper import upper
+from envkeeper import passing, upper
 from envkeeper.agentlink import AgentLink, open_pidfd
+from envkeeper.docker_port import EngineFault
 from envkeeper.engine import Engine, Life
 from envkeeper.failpoints import Point, reach
 from envkeeper.freezer import Freezer, of_process
 from envkeeper.recipe import Recipe
 from envkeeper.revive import Reviver
 from envkeeper.store import Manifest, Store
+
+
+FENCE_S = 30.0  # a task that waits for a busy disk takes its kill when the disk has answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,7 @@ class Restored:
     proof: str
 
 
-def fence(pidfd: int, group: Freezer | None, deadline_s: float = 10.0) -> None:
+def fence(pidfd: int, group: Freezer | None, deadline_s: float = FENCE_S) -> None:
     """Kill PID 1 of a life and see it dead; with it die all processes of its pid namespace (pid_namespaces(7)).
     Raises RestoreFailed when it is not dead in time. A frozen group is thawed: a frozen task takes no signal."""
     with contextlib.suppress(ProcessLookupError):  # dead already
@@ -58,7 +62,11 @@ def fence(pidfd: int, group: Freezer | None, deadline_s: float = 10.0) -> None:
     end = monotonic() + deadline_s
     while group is not None and group.pids():
         if monotonic() > end:
-            raise RestoreFailed(f"processes {group.pids()[:8]} of the old life are still there")
+            raise RestoreFailed(
+                f"processes {group.pids()[:8]} of the old life are still there",
+                kept="the checkpoint and the claim",
+                remedy="see their state; restore again",
+            )
         os.sched_yield()
 
 
@@ -103,7 +111,7 @@ class Restorer:
         self._same_path(manifest)
         with ThreadPoolExecutor(max_workers=1) as pool:
             hashes = None if order.verified else pool.submit(store.verify, manifest)
-            container_id = self._engine.create(manifest.recipe, order.sandbox_id, order.incarnation, order.told)
+            container_id = self._create(order)
             try:
                 made(container_id)
                 phases["create"] = watch.lap()
@@ -126,9 +134,10 @@ class Restorer:
             except (BelayerError, OSError) as why:
                 self._drop(container_id)
                 self._reviver.forget(container_id)
-                if isinstance(why, BelayerError):
+                told = _of_engine(manifest, why)
+                if told is why:
                     raise
-                raise RestoreFailed(f"checkpoint {manifest.checkpoint_id}: {why}", kept="the checkpoint") from why
+                raise told from why
         self._reviver.forget(container_id)
         return Restored(restored[0], restored[1], restored[2], phases, restored[3])
 
@@ -154,6 +163,12 @@ class Restorer:
             self._drop(container_id)
             raise
         return Restored(life, pidfd, link, phases, f"a fresh container of image {order.recipe.image_id[:19]}")
+
+    def _create(self, order: Order) -> str:
+        try:
+            return self._engine.create(order.manifest.recipe, order.sandbox_id, order.incarnation, order.told)
+        except (EngineFault, OSError) as why:
+            raise _of_engine(order.manifest, why) from why
 
     def _drop(self, container_id: str) -> None:
         """What failed before is what must be told. The caller has the id on record, and tries the removal again."""
@@ -204,6 +219,16 @@ class Restorer:
             raise
         said = f"nonce and boundary {manifest.boundary} from PID 1's memory; {tree}; sha256 of every file"
         return life, pidfd, link, said
+
+
+def _of_engine(manifest: Manifest, why: BelayerError | OSError) -> BelayerError:
+    """What failed, as one who may try another checkpoint must be told it: Hindered where that would not help."""
+    what = f"checkpoint {manifest.checkpoint_id}"
+    if isinstance(why, EngineFault):
+        return passing.Hindered(f"{what}: {why.message}", kept="the checkpoint", again=not 400 <= why.status < 500)
+    if isinstance(why, OSError):
+        return passing.hindered(what, why) or RestoreFailed(f"{what}: {why}", kept="the checkpoint")
+    return why
 
 
 def _tree(pid: int) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 
 from belayer.clock import monotonic
-from belayer.errors import CheckpointRefused
+from belayer.errors import CheckpointIncomplete
 
 COOLDOWN_S = 20.0
 
@@ -22,13 +22,13 @@ class Rests:
             self._until[sandbox_id] = monotonic() + self._cooldown_s
 
     def check(self, sandbox_id: str) -> None:
-        """Raises CheckpointRefused while it rests."""
+        """Raises CheckpointIncomplete while it rests: nothing is known against the sandbox."""
         with self._lock:
             left = self._until.get(sandbox_id, 0.0) - monotonic()
             if left <= 0:
                 self._until.pop(sandbox_id, None)
                 return
-        raise CheckpointRefused(
+        raise CheckpointIncomplete(
             f"the last dump of {sandbox_id} hung: no other for {left:.0f} s",
             kept="the sandbox runs on and the previous checkpoint stays READY",
             remedy="checkpoint again after that",

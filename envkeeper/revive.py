@@ -14,9 +14,9 @@ from typing import Protocol
 
 from belayer.errors import RestoreFailed
 from belayer.statefile import write_bytes
-from envkeeper import marks, relocks
+from envkeeper import marks, passing, relocks
 from envkeeper.checkpoint import CRIU_FOLDER
-from envkeeper.criu import RESTORE_CONFIG, first_error
+from envkeeper.criu import RESTORE_CONFIG, errors, first_error
 from envkeeper.engine import Engine
 from envkeeper.failpoints import Point, reach
 from envkeeper.store import Manifest
@@ -30,8 +30,8 @@ class Reviver(Protocol):
         """Name of the engine path whose images it takes."""
 
     def revive(self, manifest: Manifest, plain: Path, container_id: str) -> None:
-        """Start the container from the images below ``plain``. Blocking. Raises RestoreFailed; the caller removes the
-        container then, and proves what runs otherwise."""
+        """Start the container from the images below ``plain``. Blocking. Raises RestoreFailed, Hindered; the caller
+        removes the container then, and proves what runs otherwise."""
 
     def forget(self, container_id: str) -> None:
         """Remove what ``revive`` made beside the container."""
@@ -80,7 +80,9 @@ class RuntimeReviver:
         try:
             self._engine.start(container_id)
         except RestoreFailed as why:
-            raise RestoreFailed(f"{why.message}{first_error(logs, 'restore.log')}", kept="the checkpoint") from why
+            words = f"{why.message}{first_error(logs, 'restore.log')}"
+            short = isinstance(why, passing.Hindered) or passing.is_short(errors(logs, "restore.log"))
+            raise (passing.Hindered if short else RestoreFailed)(words, kept="the checkpoint") from why
         if not marks.taken(container_id):
             raise RestoreFailed(
                 "the container started without the OCI runtime `belayer` taking its claim: that is a cold start",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from belayer import log
 from belayer.clock import Stopwatch
 from belayer.config import Config
 from belayer.daemon import OnlyOne, feed_watchdog, new_instance, notify, serve_until
-from belayer.errors import BadMessage
+from belayer.errors import BadMessage, HostNotReady
 from belayer.messages import sandbox as m
 from belayer.messages.common import Done, FaultProof, Ping, Pong
 from belayer.paths import Paths
@@ -22,6 +24,7 @@ from envkeeper import host
 from envkeeper.acting import Acting
 from envkeeper.adopt import adopt
 from envkeeper.asking import check
+from envkeeper.docker_port import EngineFault
 from envkeeper.fork import Forks
 from envkeeper.keeper import Box, Keeper
 from envkeeper.lineage import Lineage
@@ -165,17 +168,27 @@ async def _broken() -> None:
     await broken
 
 
+@contextlib.contextmanager
+def _docker_answers() -> Iterator[None]:
+    """A Docker that answers 500 in this moment may answer in the next: the start is tried again (exit 3)."""
+    try:
+        yield
+    except EngineFault as why:
+        raise HostNotReady(why.message, remedy=why.remedy) from why
+
+
 async def run(config: Config, paths: Paths, stop: asyncio.Event, prefix: Path = host.PREFIX) -> None:
     """The daemon until ``stop``. Raises HostUnfit before anything was created."""
     logger = log.setup(NAME)
-    found = await asyncio.to_thread(host.inspect, config.envkeeper, paths, prefix)
-    paths.make()
-    only = OnlyOne(paths.run, NAME)
-    keeper = Keeper(config.envkeeper, paths, found, logger)
-    prefixes = Prefixes(keeper)
-    await adopt(keeper, prefixes.backend)
-    server = Server(paths.envkeeper_sock, m.Request, Service(keeper, Acting(keeper), prefixes).handle)
-    await keeper.fill_pool()
+    with _docker_answers():
+        found = await asyncio.to_thread(host.inspect, config.envkeeper, paths, prefix)
+        paths.make()
+        only = OnlyOne(paths.run, NAME)
+        keeper = Keeper(config.envkeeper, paths, found, logger)
+        prefixes = Prefixes(keeper)
+        await adopt(keeper, prefixes.backend)
+        server = Server(paths.envkeeper_sock, m.Request, Service(keeper, Acting(keeper), prefixes).handle)
+        await keeper.fill_pool()
     logger.info("ready", sandboxes=len(keeper.boxes), **found.versions)
     notify("READY=1")
     try:

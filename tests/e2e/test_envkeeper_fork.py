@@ -11,7 +11,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from belayer.errors import BelayerError, CheckpointRefused, ClaimTaken, Refused, RestoreFailed, SandboxUnknown
+from belayer.errors import BelayerError, CheckpointIncomplete, ClaimTaken, Refused, RestoreFailed, SandboxUnknown
 from belayer.messages.sandbox import Birth, CheckpointInfo, CheckpointList, Lineages, ListCheckpoints, ListLineage
 from belayer.rpc import call_sync
 from belayer.sandbox import Sandbox
@@ -365,7 +365,7 @@ def test_a_budget_that_cannot_be_met_refuses_by_name_and_secrets_are_sealed() ->
             assert fourth in left
             assert ids[0] not in left, "the oldest made room"
             box.exec("head -c 60000000 /dev/urandom > /bigger")
-            with pytest.raises(CheckpointRefused, match="disk budget of 60 MiB"):
+            with pytest.raises(CheckpointIncomplete, match="disk budget of 60 MiB"):
                 box.checkpoint()
             assert host.info("one").ready_checkpoint == fourth
             half = host.paths.checkpoints / "one" / "tmp"

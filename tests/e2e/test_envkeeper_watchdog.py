@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from belayer.errors import BelayerError, CheckpointRefused, SandboxLost
+from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, SandboxLost
 from belayer.procs import state
 from belayer.sandbox import Sandbox
 from envkeeper import freezer, preflight, remains
@@ -143,7 +143,7 @@ def test_a_stopped_criu_is_ended_and_the_sandbox_goes_on(bench: Bench) -> None:
     assert len(stopped) == 1
     assert state(stopped[0]) == ""
     bench.goes_on()
-    with pytest.raises(CheckpointRefused, match=r"the last dump .* hung: no other for"):
+    with pytest.raises(CheckpointIncomplete, match=r"the last dump .* hung: no other for"):
         keeper.capture(bench.subject, bench.link, bench.store)
     bench.goes_on()
     draft = bench.capture(bench.criu)  # it was CRIU that hung, not the sandbox
