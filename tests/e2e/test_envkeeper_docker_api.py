@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from belayer.errors import BelayerError, CheckpointIncomplete, ErrorCode, RestoreFailed, SandboxLost
+from belayer.errors import (
+    BelayerError,
+    CheckpointIncomplete,
+    CheckpointRefused,
+    ErrorCode,
+    RestoreFailed,
+    SandboxLost,
+)
 from belayer.procs import lives
 from belayer.sandbox import Sandbox
 from envkeeper.docker_api import SETTINGS
@@ -107,11 +115,7 @@ def test_a_hung_docker_dump_is_ended_and_the_sandbox_goes_on(
         hang.unlink()
         if told.type is SandboxLost:  # a process that ended in that moment is a doubt; then the one before it is good
             box.restore()
-        client = docker.client()
-        try:
-            seen = client.inspect_container(host.info(box.sandbox_id).container_id)["State"]
-        finally:
-            client.close()
+        seen = state_of(docker, host, box)
         assert (seen["Running"], seen["Paused"]) == (True, False)
         counts(box)
     finally:
@@ -227,3 +231,65 @@ def test_what_containerd_has_not_collected_yet_is_no_fault_of_the_sandbox(docker
         finally:
             host.stop()
             proxy.close()
+
+
+# What is said in place of Docker's answer, and what is made of it. The sandbox is at fault where CRIU says so.
+SAID = [
+    ("ttrpc: closed: unknown", CheckpointIncomplete),
+    ("rpc error: code = Unavailable desc = transport is closing: unavailable", CheckpointIncomplete),
+    ("context deadline exceeded: unknown", CheckpointIncomplete),
+    ("failed to retrieve checkpoint data: content digest sha256:0: not found", CheckpointIncomplete),
+    ("runc did not terminate sucessfully: criu failed: type NOTIFY errno 0: unknown", CheckpointRefused),
+]
+
+
+def test_what_the_engine_says_of_itself_is_no_fault_of_the_sandbox(docker: PrivateDocker) -> None:
+    """It runs on, thawed; also where Docker's mark of the pause stays, which the next checkpoint takes away."""
+    said = ""
+    asked: list[str] = []
+
+    def instead(line: str) -> bytes | None:
+        path = line.partition(" HTTP/")[0]
+        if path.endswith("/unpause") and len(asked) < deaf:
+            asked.append(path)
+            return answer("500 Internal Server Error", b'{"message": "on purpose"}')
+        if not said or not path.endswith("/checkpoints"):
+            return None
+        return answer("500 Internal Server Error", json.dumps({"message": f"Cannot checkpoint c: {said}"}).encode())
+
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        proxy = DockerProxy(Path(folder) / "d.sock", docker.root / "d.sock")
+        host = EnvHost.start(Path(folder), CONFIG, proxy.url)
+        try:
+            box = host.create()
+            box.exec("X=41; (i=0; while :; do i=$((i+1)); echo $i >>/n; sleep 0.01; done) &")
+            ready, deaf = box.checkpoint(), 0
+            proxy.before = instead
+            for said, kind in SAID:
+                with pytest.raises(kind) as told:
+                    box.checkpoint()
+                assert said in told.value.message
+                assert "READY" in told.value.kept
+                counts(box)
+            said, deaf = "", 2
+            with pytest.raises(CheckpointIncomplete, match="Docker did not unpause"):
+                box.checkpoint()
+            assert len(asked) == 2
+            assert state_of(docker, host, box)["Paused"], "its mark is there"
+            counts(box)
+            assert host.info(box.sandbox_id).ready_checkpoint == ready.checkpoint_id
+            assert box.checkpoint().checkpoint_id != ready.checkpoint_id
+            assert not state_of(docker, host, box)["Paused"]
+            counts(box)
+        finally:
+            host.stop()
+            proxy.close()
+
+
+def state_of(docker: PrivateDocker, host: EnvHost, box: Sandbox) -> dict[str, object]:
+    client = docker.client()
+    try:
+        seen: dict[str, object] = client.inspect_container(host.info(box.sandbox_id).container_id)["State"]
+    finally:
+        client.close()
+    return seen

@@ -17,7 +17,7 @@ from pathlib import Path
 import docker
 import pytest
 
-from belayer.errors import BelayerError, ErrorCode, SandboxLost
+from belayer.errors import BelayerError, ErrorCode, HostUnfit, RestoreFailed, SandboxLost
 from belayer.sandbox import Sandbox
 from envkeeper import marks
 from envkeeper.host import owner_of
@@ -259,13 +259,23 @@ def test_docker_that_is_started_again_between_two_requests_is_not_noticed(
 GONE = answer("404 Not Found", b'{"message": "No such container: on purpose"}')
 BUSY = answer("409 Conflict", b'{"message": "removal of container on purpose is already in progress"}')
 DIED = answer("500 Internal Server Error", b'{"message": "Container on purpose is not running"}')
+HELD = answer(
+    "500 Internal Server Error",
+    b'{"message": "driver \\"overlay2\\" failed to remove root filesystem: unlinkat /m: device or resource busy"}',
+)
+LATE = answer("500 Internal Server Error", b'{"message": "tried to kill container, but did not receive an exit event"}')
 
 
-@pytest.mark.parametrize(("said", "times"), [(GONE, 1), (BUSY, 1), (DIED, 4)], ids=["gone", "busy", "died"])
+@pytest.mark.parametrize(
+    ("said", "times"),
+    [(GONE, 1), (BUSY, 1), (DIED, 4), (HELD, 3), (LATE, 2)],
+    ids=["gone", "busy", "died", "held", "late"],
+)
 def test_a_container_that_goes_by_itself_while_it_is_removed(
     host: EnvHost, proxy: DockerProxy, box: Sandbox, said: bytes, times: int
 ) -> None:
-    """Docker's three words for it: no such container, somebody else removes it, it died under Docker's own hands."""
+    """Docker's words for it: no such container, somebody else removes it, it died under Docker's own hands, its root is
+    mounted a moment longer, its death is told late."""
     left = [said] * times
 
     def before(line: str) -> bytes | None:
@@ -310,6 +320,97 @@ def test_a_container_that_vanishes_between_look_and_removal(host: EnvHost, proxy
     eventually(
         lambda: not [one for one in marks.CLAIMS.iterdir() if one.name.startswith(names)], what="no mark is left"
     )
+
+
+# What Docker tells of itself when a host is too busy for it.
+SLOW = answer("500 Internal Server Error", b'{"message": "failed to start shim: context deadline exceeded: unknown"}')
+
+
+class Starts:
+    """The first ``times`` starts of containers are answered so; ``asked`` counts them all."""
+
+    def __init__(self, proxy: DockerProxy, times: int, said: bytes = SLOW) -> None:
+        self.proxy, self.times, self.said, self.asked = proxy, times, said, 0
+
+    def __enter__(self) -> Starts:
+        self.proxy.before = self._before
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.proxy.before = lambda _line: None
+
+    def _before(self, line: str) -> bytes | None:
+        if not line.partition("?")[0].partition(" HTTP/")[0].endswith("/start"):
+            return None
+        self.asked += 1
+        return self.said if self.asked <= self.times else None
+
+
+def test_a_create_that_the_engine_hinders_is_tried_again_and_has_an_end(host: EnvHost, proxy: DockerProxy) -> None:
+    with Starts(proxy, 2) as starts:
+        box = host.create(name="hindered")
+    assert starts.asked == 3
+    assert box.exec("echo here").stdout == "here\n"
+    eventually(lambda: running(host, "hindered") == [host.info("hindered").container_id], what="one container")
+    box.destroy()
+    with Starts(proxy, 1000) as starts, pytest.raises(HostUnfit, match="context deadline exceeded"):
+        host.create(name="hindered")
+    assert starts.asked == 3
+    assert "hindered" not in host.listed()
+
+
+def test_a_restore_that_the_engine_hinders_costs_no_step(host: EnvHost, proxy: DockerProxy, box: Sandbox) -> None:
+    """The newest checkpoint is whole: it is tried again, and when that has no end, nothing older comes in its place."""
+    box.exec("X=1")
+    old = box.checkpoint()
+    box.exec("X=2")
+    new = box.checkpoint()
+    lose(host, box)
+    with Starts(proxy, 3) as starts:
+        back = box.restore_info()
+    assert starts.asked == 4
+    assert (back.checkpoint_id, back.boundary) == (new.checkpoint_id, 2), back.path
+    assert "context deadline exceeded" in back.path[0]
+    assert box.exec("echo $X").stdout == "2\n"
+    lose(host, box)
+    with Starts(proxy, 1000), pytest.raises(RestoreFailed, match="context deadline exceeded") as told:
+        box.restore()
+    assert new.checkpoint_id in told.value.kept
+    assert old.checkpoint_id not in told.value.message
+    assert host.info(box.sandbox_id).state == "lost"
+    assert box.restore()[0] == 2, "asked again later, it works"
+    assert box.exec("echo $X").stdout == "2\n"
+    eventually(lambda: len(running(host, box.sandbox_id)) == 1, what="one life")
+
+
+def test_a_restore_that_criu_refuses_falls_back_to_the_one_before(
+    host: EnvHost, proxy: DockerProxy, box: Sandbox
+) -> None:
+    """The control: what CRIU says is about the checkpoint. It is tried twice, and the path tells what was done."""
+    said = b'{"message": "OCI runtime create failed: criu failed: type NOTIFY errno 0: unknown"}'
+    box.exec("X=1")
+    old = box.checkpoint()
+    box.exec("X=2")
+    box.checkpoint()
+    lose(host, box)
+    with Starts(proxy, 2, answer("500 Internal Server Error", said)) as starts:
+        back = box.restore_info()
+    assert starts.asked == 3
+    assert (back.checkpoint_id, back.boundary) == (old.checkpoint_id, 1), back.path
+    assert "criu failed" in back.path[0]
+    assert box.exec("echo $X").stdout == "1\n"
+
+
+def test_forks_that_the_engine_hinders_are_tried_again(host: EnvHost, proxy: DockerProxy, box: Sandbox) -> None:
+    box.exec("X=41")
+    box.checkpoint()
+    with Starts(proxy, 2) as starts:
+        forks = box.fork(3)
+    assert starts.asked == 5
+    for fork in forks:
+        assert fork.exec("echo $X").stdout == "41\n"
+        eventually(lambda name=fork.sandbox_id: len(running(host, name)) == 1, what="one life")  # type: ignore[misc]
+        fork.destroy()
 
 
 def test_what_docker_was_left_with_is_removed_without_another_start(host: EnvHost) -> None:

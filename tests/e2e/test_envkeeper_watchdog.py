@@ -4,6 +4,7 @@ never left frozen (promises E1, E2). Every fault is real and seen before its out
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused
 from belayer.procs import state
 from belayer.sandbox import Sandbox
 from envkeeper import freezer, preflight, remains
-from envkeeper.agentlink import AgentLink, open_pidfd
+from envkeeper.agentlink import Action, AgentError, AgentLink, open_pidfd
 from envkeeper.checkpoint import Checkpointer, Draft, Subject
 from envkeeper.criu import Criu, DumpCut, Dumper, DumpHung, DumpPlan, Moment, search_path
 from envkeeper.engine import Engine
@@ -245,3 +246,38 @@ def test_code_that_a_dead_criu_left_in_a_task_is_found(bench: Bench) -> None:
         assert remains.look([*pids, 1 << 22], pids)[0].endswith("ended in the moment in which the dump was cut off")
     finally:
         group.thaw()
+
+
+def test_an_agent_that_is_slow_costs_its_checkpoint_only(bench: Bench) -> None:
+    """Before the freeze nothing is at stake: a sandbox whose host has no time for it is not lost."""
+    pid = bench.subject.life.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        eventually(lambda: state(pid) == "T", what="the agent stands still")
+        with pytest.raises(CheckpointIncomplete, match="did not take a nonce within 0.5 s"):
+            bench.capture(bench.criu, 0.5)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    bench.goes_on()
+    assert bench.capture(bench.criu).captured.entries
+
+
+def test_a_host_without_descriptors_has_asked_nothing(bench: Bench) -> None:
+    """Which is no unknown fate, and no lost sandbox."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.dup(0)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, before[1]))
+    try:
+        while len(held) < before[0]:
+            try:
+                held.append(os.dup(0))
+            except OSError:
+                break
+        with pytest.raises(AgentError, match="Too many open files"):
+            bench.link.run(Action(1, b"touch /never", 10, 1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for fd in held:
+            os.close(fd)
+    bench.goes_on()
+    assert bench.box.exec("ls /never").exit_code == 2
