@@ -54,6 +54,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 _SLACK_S = 30.0  # what an answer may take beyond the action's own limit
 _LONG_S = 300.0
+_SHORT_S = 60.0  # for an answer that a busy host gives late; a daemon that died ends the call at once
 
 
 class Sandbox:
@@ -187,7 +188,9 @@ class Sandbox:
         )
         return self._call(ask, kind, limit_s + _SLACK_S, lost)
 
-    def _call(self, ask: msgspec.Struct, kind: type[R], limit_s: float = 10.0, ended: BelayerError | None = None) -> R:
+    def _call(
+        self, ask: msgspec.Struct, kind: type[R], limit_s: float = _SHORT_S, ended: BelayerError | None = None
+    ) -> R:
         return _call(self._client, self._sock, ask, kind, limit_s, ended)
 
     def checkpoint(self, context: Sequence[Any] = ()) -> CheckpointInfo:
@@ -272,7 +275,7 @@ class Sandbox:
 
     def kill(self) -> FaultProof:
         """Break it on purpose: SIGKILL to its PID 1, seen dead."""
-        return self._call(InjectSandboxFault(sandbox_id=self.sandbox_id), FaultProof)
+        return self._call(InjectSandboxFault(sandbox_id=self.sandbox_id), FaultProof, _LONG_S)
 
     def destroy(self, *, keep_checkpoints: bool = False) -> None:
         self._call(DestroySandbox(sandbox_id=self.sandbox_id, keep_checkpoints=keep_checkpoints), Done, _LONG_S)
@@ -298,7 +301,7 @@ def _call(
     sock: Path,
     ask: msgspec.Struct,
     kind: type[R],
-    limit_s: float = 10.0,
+    limit_s: float = _SHORT_S,
     ended: BelayerError | None = None,
 ) -> R:
     """One call that outlives its daemon by seconds only. ``ended`` is raised when the life of envkeeper that may have

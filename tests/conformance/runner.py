@@ -64,7 +64,7 @@ def _in_folder(box: Sandbox, name: str, command: str, timeout_s: float = 240) ->
 
 def looks(box: Sandbox, cases: Sequence[Case]) -> dict[str, Any]:
     names = " ".join(case.name for case in cases if case.twin)
-    seen = box.exec(f"python3 /c/look.py {names}")
+    seen = box.exec(f"python3 /c/look.py {names}", timeout_s=240)
     assert seen.exit_code == 0, seen.stderr
     found: dict[str, Any] = json.loads(seen.stdout)
     return found

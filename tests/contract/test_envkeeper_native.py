@@ -21,6 +21,7 @@ import pytest
 from belayer.sandbox import Sandbox
 from envkeeper.agentlink import SOCKET_IN_SANDBOX, Action, AgentError, AgentLink, open_pidfd
 from tests.support.envhost import TREE, EnvHost
+from tests.support.ran import ran
 
 pytestmark = pytest.mark.docker
 
@@ -41,10 +42,10 @@ def link(host: EnvHost, box: Sandbox) -> Iterator[AgentLink]:
 
 
 def test_the_build_is_the_one_in_use_and_changes_nothing(tmp_path: Path) -> None:
-    script = str(TREE / "envkeeper/agent/build.sh")
-    first = subprocess.run([script, str(tmp_path)], capture_output=True, text=True, check=True).stdout.strip()
+    script = TREE / "envkeeper/agent/build.sh"
+    first = ran(script, tmp_path).strip()
     stamp = Path(first).stat().st_mtime_ns
-    again = subprocess.run([script, str(tmp_path)], capture_output=True, text=True, check=True).stdout.strip()
+    again = ran(script, tmp_path).strip()
     assert (first, Path(again).stat().st_mtime_ns) == (again, stamp)
     assert Path(first).name == Path("/opt/belayer/agent/current").resolve().name
 

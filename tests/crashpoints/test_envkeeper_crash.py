@@ -397,7 +397,7 @@ def test_containerd_is_killed(scene: Scene, point: Point) -> None:
     asking = scene.begin(point)
     scene.docker.kill_containerd()
     scene.docker.start_containerd()
-    eventually(lambda: scene.docker.runs(IMAGE), what="Docker runs containers again", every=0.1)
+    scene.docker.wait_runs(IMAGE)
     scene.resume()
     asking.end(dead=False)
     scene.whole(before)

@@ -23,6 +23,7 @@ from envkeeper.failpoints import Point
 from envkeeper.store import Store
 from tests.support.envhost import EnvHost
 from tests.support.failpoints import Asking, Failpoints
+from tests.support.ran import ran
 from tests.support.wait import eventually
 
 pytestmark = pytest.mark.docker
@@ -151,7 +152,7 @@ def quota() -> Iterator[Scene]:
         subprocess.run(["mount", "-o", "loop", image, top], check=True)
         try:
             for words in (f"quota enable {top}", f"subvolume create {top}/ours", f"qgroup limit 64M {top}/ours"):
-                subprocess.run(["btrfs", *words.split()], check=True, capture_output=True)
+                ran("btrfs", *words.split())
             (top / "ours").chmod(0o700)
             subprocess.run(["mount", "--bind", top / "ours", store], check=True)
             try:

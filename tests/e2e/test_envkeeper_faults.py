@@ -109,7 +109,7 @@ def leftovers(host: EnvHost, box: Sandbox) -> list[Path]:
 def test_criu_is_killed_in_the_middle_of_a_dump(host: EnvHost, box: Sandbox) -> None:
     group = heavy(host, box)
     first, failed = box.checkpoint(), None
-    for _ in range(10):
+    for _ in range(30):
         capture = begun(host, box, group)
         for pid in criu_below(host.process.pid):
             with suppress(ProcessLookupError):

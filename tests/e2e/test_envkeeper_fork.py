@@ -19,6 +19,7 @@ from belayer.story import Incidents
 from belayer.trajectory import context_digest
 from envkeeper.host import owner_of
 from tests.support.envhost import TREE, EnvHost
+from tests.support.ran import ran
 from tests.support.wait import eventually
 
 pytestmark = pytest.mark.docker
@@ -115,7 +116,7 @@ def test_what_a_fork_is_refused_for(host: EnvHost, box: Sandbox) -> None:
     with pytest.raises(RestoreFailed, match="cannot be read"):
         box.fork(checkpoint_id="k9-000000000000")
     spoil(host, box, box.checkpoint())
-    with pytest.raises(BelayerError):
+    with pytest.raises(BelayerError, match=r"criu/pstree.img"):
         box.fork(3)
     assert [name for name in host.listed() if name != box.sandbox_id] == [], "all of them or none"
     eventually(lambda: len(host.containers()) == 1, what="half-made forks are removed")
@@ -148,14 +149,8 @@ def test_a_rewind_carries_its_note_and_moves_ready(host: EnvHost, box: Sandbox) 
     assert second.checkpoint_id not in str(back.path), "another branch is no ancestor"
     assert box.exec("ls /run/belayer/notes").stdout == "0001\n0002\n"
     assert [birth.kind for birth in births(host, box.sandbox_id)] == ["created", "rewound", "restored", "restored"]
-    shown = subprocess.run(
-        [sys.executable, "-m", "belayerctl", "sandboxes", "--lineage"],
-        cwd=TREE,
-        env={"BELAYER_ROOT": str(host.root), "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    env = {"BELAYER_ROOT": str(host.root), "PATH": "/usr/bin:/bin", "COLUMNS": "200"}
+    shown = ran(sys.executable, "-m", "belayerctl", "sandboxes", "--lineage", cwd=TREE, env=env)
     assert f"{box.sandbox_id}.2 rewound" in shown
     assert note in shown
     inside = box.exec("echo x > /run/belayer/incarnation; rm /run/belayer/notes/0001; touch /run/belayer/y; echo $?")
@@ -241,7 +236,7 @@ def test_nothing_in_an_image_can_select_a_checkpoint(host: EnvHost, box: Sandbox
     ]
     flags = [word for change in changes for word in ("--change", change)]
     container = host.info(box.sandbox_id).container_id
-    subprocess.run(["docker", "commit", *flags, container, "belayer-test-hostile"], check=True, capture_output=True)
+    ran("docker", "commit", *flags, container, "belayer-test-hostile")
     try:
         other = Sandbox.create("belayer-test-hostile", paths=host.paths)
         try:
@@ -249,7 +244,7 @@ def test_nothing_in_an_image_can_select_a_checkpoint(host: EnvHost, box: Sandbox
         finally:
             end(other)
     finally:
-        subprocess.run(["docker", "image", "rm", "-f", "belayer-test-hostile"], check=True, capture_output=True)
+        ran("docker", "image", "rm", "-f", "belayer-test-hostile")
 
 
 RACER = """
@@ -322,16 +317,10 @@ def test_deaths_are_incidents_also_when_the_daemons_are_down(host: EnvHost, box:
     name = lost.sandbox_id
     kill(host, lost)
     host.kill()
-    done = subprocess.run(
-        [sys.executable, "-m", "belayerctl", "incidents", "--steps"],
-        cwd=TREE,
-        env={"BELAYER_ROOT": str(host.root), "PATH": "/usr/bin:/bin", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert box.sandbox_id in done.stdout
-    assert "proof" in done.stdout
+    env = {"BELAYER_ROOT": str(host.root), "PATH": "/usr/bin:/bin", "COLUMNS": "200"}
+    shown = ran(sys.executable, "-m", "belayerctl", "incidents", "--steps", cwd=TREE, env=env)
+    assert box.sandbox_id in shown
+    assert "proof" in shown
     host.restart()
     store = Incidents(host.paths.incidents)
     rows = {row.slot: row for row in store.latest()}

@@ -18,6 +18,7 @@ from envkeeper import native
 from envkeeper.agentlink import PROTOCOL, Action, AgentLink, open_pidfd
 from envkeeper.host import RELOCKS
 from tests.support.envhost import TREE
+from tests.support.ran import ran
 from tests.support.wait import eventually
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="installs a cross compiler and makes namespaces")
@@ -30,10 +31,9 @@ QEMU = shutil.which("qemu-aarch64-static") or ""
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of this tree, as pip unpacks it."""
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([TREE / "setup/wheel.sh", folder], check=True, capture_output=True)
+    ran(TREE / "setup/wheel.sh", folder)
     (wheel,) = folder.glob("belayer-*.whl")
-    command = [sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", folder / "site", wheel]
-    subprocess.run(command, check=True, capture_output=True)
+    ran(sys.executable, "-m", "pip", "install", "--no-deps", "--quiet", "--target", folder / "site", wheel)
     return folder / "site"
 
 
@@ -67,8 +67,7 @@ def test_every_machine_gets_its_own_static_parts(installed: Path, machine: str, 
 def test_the_wheel_needs_nothing_of_the_checkout(installed: Path) -> None:
     code = "import envkeeper.seccomp as s, envkeeper.native as n; print(len(s.allowed()) > 300, n.CARRIED)"
     env = {"PYTHONPATH": f"{installed}:{':'.join(sys.path)}", "PATH": os.environ["PATH"]}
-    done = subprocess.run([sys.executable, "-c", code], cwd="/", env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == f"True {installed / 'envkeeper/native'}\n"
+    assert ran(sys.executable, "-c", code, cwd="/", env=env) == f"True {installed / 'envkeeper/native'}\n"
 
 
 def test_a_machine_that_is_not_carried_is_named(installed: Path, tmp_path: Path) -> None:

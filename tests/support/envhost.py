@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import docker
 import docker.errors
+import requests
 
 from belayer.errors import BelayerError
 from belayer.messages.common import Done, Ping, Pong
@@ -25,6 +25,7 @@ from envkeeper.host import owner_of
 from tests.support.wait import eventually
 
 TREE = Path(__file__).parents[2]
+_DOCKER_S = 300  # for one answer of a Docker that has much to do
 
 
 @dataclass
@@ -53,7 +54,10 @@ class EnvHost:
         return Paths(self.root)
 
     def wait_ready(self) -> None:
-        eventually(self.answers, what=f"envkeeper answers; see {self.root}/envkeeper.log", every=0.05)
+        try:
+            eventually(self.answers, what="envkeeper answers", every=0.05)
+        except AssertionError as late:
+            raise AssertionError(f"{late}; its last words: {self.tail()}") from late
 
     def answers(self) -> bool:
         assert self.process.poll() is None, self.tail()
@@ -92,7 +96,7 @@ class EnvHost:
         self.wait_ready()
 
     def containers(self) -> list[str]:
-        client = docker.APIClient(self.docker)
+        client = docker.APIClient(self.docker, timeout=_DOCKER_S)
         try:
             found = client.containers(all=True, filters={"label": f"belayer={owner_of(self.paths)}"})
         finally:
@@ -108,15 +112,22 @@ class EnvHost:
                 self.process.kill()
                 self.process.wait(120)
         self.log.close()
-        eventually(self._emptied, what=f"no container of {self.root} is left")
+        said = [""]
+        try:
+            eventually(lambda: self._emptied(said), what=f"no container of {self.root} is left")
+        except AssertionError as late:
+            raise AssertionError(f"{late}; Docker's last words: {said[-1]}") from late
 
-    def _emptied(self) -> bool:
-        """Removes what is there. Docker may be about to do the same, on the word of a daemon that is dead now."""
-        client = docker.APIClient(self.docker)
+    def _emptied(self, said: list[str]) -> bool:
+        """Removes what is there. Docker may be about to do the same, on the word of a daemon that is dead now; what it
+        answers instead is put to ``said``."""
+        client = docker.APIClient(self.docker, timeout=_DOCKER_S)
         try:
             for container_id in self.containers():
-                with suppress(docker.errors.APIError):
+                try:
                     client.remove_container(container_id, force=True, v=True)
+                except (docker.errors.APIError, requests.exceptions.RequestException) as why:
+                    said.append(str(why))
                 marks.forget(container_id)
         finally:
             client.close()

@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,14 +53,14 @@ class PrivateDocker:
 
     def start_containerd(self) -> None:
         self.containerd = self._spawn("containerd", "--config", str(self.root / "containerd.toml"))
-        eventually(self._serves, what=f"containerd serves; see {self.root}/containerd.log", every=0.05)
+        self._wait(self._serves, "containerd")
 
     def start_dockerd(self) -> None:
         (self.root / "d.pid").unlink(missing_ok=True)  # a killed dockerd leaves it, and a new one then refuses
         self.dockerd = self._spawn(
             "dockerd", "--config-file", str(self.root / "daemon.json"), "--containerd", str(self._address)
         )
-        eventually(self.answers, what=f"dockerd answers; see {self.root}/dockerd.log", every=0.05)
+        self._wait(self.answers, "dockerd")
 
     def mend(self) -> None:
         """Start again what does not run."""
@@ -68,8 +69,19 @@ class PrivateDocker:
         if self.dockerd is None or self.dockerd.poll() is not None:
             self.start_dockerd()
 
+    def _wait(self, probe: Callable[[], bool], program: str) -> None:
+        try:
+            eventually(probe, what=f"{program} answers", every=0.05)
+        except AssertionError as late:
+            raise AssertionError(f"{late}; its last words: {self.tail(program)}") from late
+
+    def tail(self, program: str) -> str:
+        return (self.root / f"{program}.log").read_text(errors="replace")[-3000:]
+
     def _serves(self) -> bool:
         """Its socket is there long before anybody is served."""
+        assert self.containerd is not None
+        assert self.containerd.poll() is None, self.tail("containerd")
         ask = [self._program("ctr"), "--address", str(self._address), "--connect-timeout", "1s", "version"]
         return subprocess.run(ask, capture_output=True, check=False, timeout=300).returncode == 0
 
@@ -78,7 +90,7 @@ class PrivateDocker:
 
     def answers(self) -> bool:
         assert self.dockerd is not None
-        assert self.dockerd.poll() is None, (self.root / "dockerd.log").read_text()[-3000:]
+        assert self.dockerd.poll() is None, self.tail("dockerd")
         try:
             client = docker.APIClient(base_url=self.url, timeout=30, version="1.40")
             try:
@@ -88,8 +100,15 @@ class PrivateDocker:
         except (docker.errors.DockerException, requests.exceptions.RequestException):
             return False
 
-    def runs(self, image: str) -> bool:
-        """Whether it can run a container of ``image`` now: a dockerd whose containerd was away answers long before."""
+    def wait_runs(self, image: str) -> None:
+        """It runs a container of ``image``: a dockerd whose containerd was away answers long before it can."""
+        said = [""]
+        try:
+            eventually(lambda: self._runs(image, said), what="Docker runs containers again", every=0.1)
+        except AssertionError as late:
+            raise AssertionError(f"{late}; Docker's last words: {said[-1]}") from late
+
+    def _runs(self, image: str, said: list[str]) -> bool:
         client = self.client()
         try:
             made = client.create_container(image, entrypoint=["/bin/true"], network_disabled=True)["Id"]
@@ -98,7 +117,8 @@ class PrivateDocker:
                 return int(client.wait(made, timeout=30)["StatusCode"]) == 0
             finally:
                 client.remove_container(made, force=True)
-        except (docker.errors.DockerException, requests.exceptions.RequestException):
+        except (docker.errors.DockerException, requests.exceptions.RequestException) as why:
+            said.append(str(why))
             return False
         finally:
             client.close()
@@ -106,8 +126,10 @@ class PrivateDocker:
     def take_image(self, name: str) -> None:
         """Copy an image of the host's Docker into this one, through a pipe."""
         save = subprocess.Popen(["docker", "save", name], stdout=subprocess.PIPE)
-        subprocess.run(["docker", "-H", self.url, "load", "-q"], stdin=save.stdout, check=True, capture_output=True)
-        assert save.wait(300) == 0
+        load = ["docker", "-H", self.url, "load", "-q"]
+        done = subprocess.run(load, stdin=save.stdout, check=False, capture_output=True, text=True)
+        assert save.wait(300) == 0, f"the host's Docker did not give {name}"
+        assert done.returncode == 0, done.stderr
 
     def kill_dockerd(self) -> None:
         """SIGKILL, and proof. Containers and their shims live on (live-restore)."""
@@ -140,14 +162,12 @@ class PrivateDocker:
 
     def stop(self) -> None:
         """End everything of this Docker; its folder is empty afterwards."""
-        if self.dockerd is not None and self.dockerd.poll() is None:
-            client = self.client()
+        if all(child is not None and child.poll() is None for child in (self.dockerd, self.containerd)):
+            said = [""]
             try:
-                for row in client.containers(all=True):
-                    with suppress(docker.errors.NotFound):
-                        client.remove_container(row["Id"], force=True, v=True)
-            finally:
-                client.close()
+                eventually(lambda: self._emptied(said), what="its containers are removed", every=0.2)
+            except AssertionError as late:
+                raise AssertionError(f"{late}; Docker's last words: {said[-1]}") from late
         for child in (self.dockerd, self.containerd):
             if child is not None and child.poll() is None:
                 child.terminate()
@@ -162,6 +182,19 @@ class PrivateDocker:
         eventually(lambda: not self.shims(), what="its shims are dead")
         eventually(self._unmounted, what=f"nothing is mounted below {self.root}")
         remove_tree(self.root)
+
+    def _emptied(self, said: list[str]) -> bool:
+        """A container that is dying, or whose root is mounted a moment longer, is removed the next time."""
+        client = self.client()
+        try:
+            for row in client.containers(all=True):
+                client.remove_container(row["Id"], force=True, v=True)
+            return not client.containers(all=True)
+        except (docker.errors.DockerException, requests.exceptions.RequestException) as why:
+            said.append(str(why))
+            return False
+        finally:
+            client.close()
 
     def _unmounted(self) -> bool:
         """What a shim unmounts in its last moment is no mount any more when it is its turn here."""

@@ -12,12 +12,13 @@ import docker
 
 from tests.conformance.model import CRIU, HEAD, TRIAL, Refusal
 from tests.conformance.runner import Stack
+from tests.support.ran import ran
 from tests.support.wait import eventually
 
 
 def _nsenter(stack: Stack, sandbox_id: str, *command: str, spaces: tuple[str, ...] = ("-m",)) -> None:
     pid = str(stack.host.info(sandbox_id).pid)
-    subprocess.run(["nsenter", "-t", pid, *spaces, *command], check=True, capture_output=True)
+    ran("nsenter", "-t", pid, *spaces, *command)
 
 
 def _mounted(kind: str, source: str = "belayer", options: str = "") -> Callable[[Stack, str], Callable[[], None]]:
