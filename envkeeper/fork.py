@@ -53,7 +53,8 @@ class Forks:
             *(self._one(box, source, manifest, births, ask.note, hashes) for box in boxes), return_exceptions=True
         )
         await asyncio.wait([hashes])
-        failed = next((why for why in (*done, hashes.exception()) if isinstance(why, BaseException)), None)
+        # What is wrong with its files says more than what a restore made of them.
+        failed = next((why for why in (hashes.exception(), *done) if isinstance(why, BaseException)), None)
         if failed is not None:
             for box in boxes:
                 await self._undo(box)
@@ -124,7 +125,7 @@ class Forks:
             notes = lineage.notes()
             told = await keeper.thread(keeper.lives.make, record.incarnation, notes)
             order = restore.Order(manifest, box.store, record.sandbox_id, record.incarnation, told, verified=True)
-            back = await keeper.thread(self._restore, box, order)
+            back = await keeper.thread(self._restore, box, order, hashes)
         keeper.live(box, back.life, back.pidfd, back.link)
         await asyncio.shield(hashes)
         box.record = msgspec.structs.replace(box.record, making="")
@@ -133,10 +134,12 @@ class Forks:
         aftermath = await keeper.thread(aftermath_of, keeper.host.engine, manifest, record)
         return Back(manifest, back, (f"{manifest.checkpoint_id}: restored",), notes, watch.ms(), aftermath)
 
-    def _restore(self, box: Box, order: restore.Order) -> restore.Restored:
+    def _restore(self, box: Box, order: restore.Order, hashes: asyncio.Future[None]) -> restore.Restored:
         """In a thread. One of many that the engine hinders for a moment must not cost all of them."""
 
         def clean() -> None:
+            if hashes.done() and hashes.exception() is not None:
+                raise RestoreFailed(f"checkpoint {order.manifest.checkpoint_id} is not whole")
             if box.record.making:
                 self._keeper.host.engine.remove(box.record.making)
                 self._making(box, "")
