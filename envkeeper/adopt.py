@@ -29,11 +29,11 @@ async def adopt(keeper: Keeper, backend: Backend) -> None:
     """Fill ``keeper.boxes``. Raises StateDamaged when a record cannot be read, HostUnfit without Docker."""
     await keeper.thread(backend.sweep)
     for record in await keeper.thread(keeper.records.load_all):
-        box = Box(record, keeper.store_of(record.sandbox_id))
-        await _one(keeper, box)
-        if box.record.state is not State.DESTROYED:
-            keeper.boxes[record.sandbox_id] = box
-    await strays.sweep(keeper)
+        await _one(keeper, Box(record, keeper.store_of(record.sandbox_id)))
+    try:
+        await strays.sweep(keeper)
+    except EngineFault as why:  # one that Docker cannot remove now keeps nobody else's sandbox waiting
+        keeper.log.error("not removed yet", why=str(why))
     marks.sweep(owner_of(keeper.paths), set(await keeper.thread(keeper.host.engine.ours)))
     keeper.lives.sweep({box.record.incarnation for box in keeper.boxes.values()})
 
@@ -56,15 +56,15 @@ async def _one(keeper: Keeper, box: Box) -> None:
         agent_last=status.last_action if status else -1,
         boundary=record.boundary,
     )
-    if record.making:
-        await keeper.thread(keeper.host.engine.remove, record.making)
     await keeper.thread(box.store.claims.settle, record.incarnation)
     box.record = msgspec.structs.replace(
-        record, state=state, reason=record.reason if record.state is State.LOST else reason, making=""
+        record, state=state, reason=record.reason if record.state is State.LOST else reason
     )
+    keeper.boxes[record.sandbox_id] = box
     if state is State.DESTROYED:
-        await keeper.thread(keeper.clear, box)
+        await keeper.finish(box)  # what Docker cannot remove now stays listed, and is tried again
         return
+    await keeper.unmake(box)
     if found is not None:
         keeper.live(box, found[0], found[1], found[2])
     keeper.story.adopted(box.record, record.state)

@@ -62,6 +62,9 @@ class Claims:
             raise ClaimTaken(
                 f"the right to restore {life} is taken{by}", kept="the other restorer's sandbox", remedy="wait for it"
             ) from why
+        except OSError:  # made and not written (a full disk): nobody would hold it, and nobody get it
+            self._disk.unlink(self._folder / life)
+            raise
         return claim
 
     def change(self, claim: Claim, *, checkpoint_id: str | None = None, spent: bool = False) -> Claim:

@@ -12,15 +12,19 @@ preflight refuses a dump with one.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from belayer.errors import HostNotReady, HostUnfit, Refused
+from envkeeper.passing import is_short
 
 _TOOL_S = 60.0  # iptables waits for its lock, which every container of a busy host takes
+_TRIES, _PAUSE_S = 3, 0.3
 _TEXT = re.compile(
     r"(?P<net>[0-9.]+(?:/[0-9]{1,2})?):(?P<low>[0-9]{1,5})(?:-(?P<high>[0-9]{1,5}))?(?:/(?P<kind>tcp|udp))?"
 )
@@ -140,6 +144,15 @@ def _bare(text: str) -> list[str]:
 
 
 def _run(pid: int, *command: str, given: str = "") -> str:
+    """Reading changes nothing, and a table is written whole or not at all: either may be asked again."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(HostNotReady):
+            return _run_once(pid, *command, given=given)
+        time.sleep(_PAUSE_S)
+    return _run_once(pid, *command, given=given)
+
+
+def _run_once(pid: int, *command: str, given: str) -> str:
     full = ["nsenter", f"--net=/proc/{pid}/ns/net", "--", *command]
     try:
         done = subprocess.run(full, input=given, capture_output=True, text=True, check=False, timeout=_TOOL_S)
@@ -148,5 +161,7 @@ def _run(pid: int, *command: str, given: str = "") -> str:
     except subprocess.TimeoutExpired as why:
         raise HostNotReady(f"{command[0]} did not end within {why.timeout:g} s", remedy="try again later") from why
     if done.returncode:
-        raise HostUnfit(f"{command[0]} failed in the holder's network: {done.stderr.strip()[:300]}")
+        said = done.stderr.strip()[:300]
+        kind = HostNotReady if is_short(said) or "xtables lock" in said else HostUnfit
+        raise kind(f"{command[0]} failed in the holder's network: {said}")
     return done.stdout

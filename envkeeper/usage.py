@@ -67,7 +67,7 @@ def _groups(pid: int) -> tuple[Path | None, Path | None, bool]:
     """(folder with CPU figures, folder with memory figures, cgroup v2?)."""
     try:
         rows = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
-    except (FileNotFoundError, ProcessLookupError):  # it has just died: the action's own end will tell
+    except OSError:  # it has just died: the action's own end will tell. Or no descriptor is left: no reason to fail it.
         return None, None, False
     found: dict[str, Path] = {}
     for _, controllers, path in rows:

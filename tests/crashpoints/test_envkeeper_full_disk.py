@@ -218,6 +218,17 @@ def test_a_quota_is_met_in_a_restore(quota: Scene) -> None:
     in_a_restore(quota, Point.RESTORE_CLAIMED)
 
 
+def test_a_claim_that_could_not_be_written_is_held_by_nobody(scene: Scene) -> None:
+    """The right to restore is a file, and the disk may be full when it is made."""
+    before = scene.ready()
+    assert "dead" in scene.box.kill().seen
+    eventually(lambda: scene.state() == "lost", what="the death is seen")
+    with scene.full(), pytest.raises(BelayerError, match="pace"):
+        scene.box.restore()
+    assert (scene.state(), scene.ready()) == ("lost", before)
+    scene.recover()
+
+
 def test_an_action_is_recorded_from_the_reserve(scene: Scene) -> None:
     box = scene.box
     ask = ExecAction(sandbox_id="box", incarnation=box.incarnation, boundary=box.boundary, command="echo out; X=1")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from belayer.errors import HostUnfit
 from belayer.messages.sandbox import CheckpointInfo, FullCheckpoint
 from belayer.paths import Paths
 from envkeeper import freezer
@@ -160,3 +161,42 @@ def test_a_stopped_daemon_leaves_its_sandboxes_running(host: EnvHost) -> None:
     assert Path(f"/proc/{pid}").exists()
     host.restart()
     assert box.exec("echo $X").stdout == "5\n"
+
+
+def test_a_container_that_docker_cannot_remove_keeps_nobody_waiting(short: Path) -> None:
+    """Not the other sandboxes, and not the next start of envkeeper, which tries it again."""
+    held = b'{"message": "driver failed to remove root filesystem: unlinkat /m: device or resource busy"}'
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        proxy = DockerProxy(Path(folder) / "d.sock")
+        host = EnvHost.start(short, "", proxy.url)
+        try:
+            box = host.create(name="good")
+            box.exec("X=41")
+            host.create(name="stuck").close()
+            stuck = host.info("stuck").container_id
+            hits: list[str] = []
+
+            def before(line: str) -> bytes | None:
+                if not line.startswith("DELETE") or stuck not in line:
+                    return None
+                hits.append(line)
+                return answer("500 Internal Server Error", held)
+
+            proxy.before = before
+            with pytest.raises(HostUnfit, match="resource busy"):
+                host.destroy("stuck")
+            host.kill()
+            seen = len(hits)
+            host.restart()
+            assert len(hits) > seen, "its next life has tried, too"
+            assert box.exec("echo $X").stdout == "41\n"
+            assert host.info("stuck").state == "destroyed"
+            proxy.before = lambda _line: None
+            host.kill()
+            host.restart()
+            assert host.listed() == ["good"]
+            assert host.containers() == [host.info("good").container_id]
+            box.destroy()
+        finally:
+            host.stop()
+            proxy.close()
