@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -181,8 +182,10 @@ def test_a_call_beside_another_one_is_refused_by_name_and_disturbs_nothing(host:
             with pytest.raises(Refused, match="inside a call of another thread"):
                 call()
         assert not slow.done()
-        assert "exit code 137" in second.kill().seen
-        with pytest.raises(SandboxLost, match="exit code 137"):
+        # Docker may hear of a death seconds after the kernel has told it.
+        known = r"Docker: (exit code 137|its end is not known there yet)"
+        assert re.search(known, second.kill().seen)
+        with pytest.raises(SandboxLost, match=known):
             slow.result()
     second.close()
     box.restore()
