@@ -188,8 +188,8 @@ class Checkpointer:
             return Draft(subject, folder, nonce, frozen.stdio, captured, frozen.frozen_ms, phases)
 
     def _set_nonce(self, subject: Subject, link: AgentLink, nonce: bytes) -> None:
-        """Nothing is frozen yet, and whichever nonce the agent keeps harms nobody: one that lives and is slow costs this
-        checkpoint only."""
+        """Nothing is frozen yet, and whichever nonce the agent keeps harms nobody: one that lives and is slow costs
+        this checkpoint only."""
         limit = min(_ANSWERS_S, self._timeout_s)
         try:
             link.set_nonce(nonce, limit)

@@ -23,7 +23,6 @@ import socket
 import struct
 import time
 from pathlib import Path
-from typing import Any
 
 from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, HostUnfit, RestoreFailed, SandboxLost
 from belayer.statefile import write_bytes
@@ -222,7 +221,9 @@ class ApiDumper:
             moment.cut()  # nobody says whether the dump had ended: a shim that went, a connection, a deadline
             return DumpCut(f"Docker did not end its dump: {why}", kept=_KEPT, remedy=passing.AGAIN)
         if passing.is_short(found or why):
-            return CheckpointIncomplete(f"Docker's CRIU was short of something: {why}", kept=_KEPT, remedy=passing.AGAIN)
+            return CheckpointIncomplete(
+                f"Docker's CRIU was short of something: {why}", kept=_KEPT, remedy=passing.AGAIN
+            )
         return CheckpointRefused(f"Docker cannot dump this sandbox: {why}", kept=_KEPT)
 
     def _unpause(self, plan: DumpPlan, moment: Moment) -> None:

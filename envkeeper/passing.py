@@ -21,7 +21,7 @@ SHORT = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno
 AGAIN = "ask again later; the log of dockerd and of the kernel tell more"
 
 _SHORT_WORDS = tuple(os.strerror(code).lower() for code in (*sorted(SHORT), errno.EBUSY, errno.EINTR, errno.ETIMEDOUT))
-# CRIU's own alarm for tasks that do not come to rest; what kills it or its helper from outside (the kernel, for memory).
+# CRIU's own alarm for tasks that do not come to rest; what kills it from outside (the kernel, for memory).
 _TIME = re.compile(r"timeout reached|unable to interrupt the current operation|killed by signal 9|signal: killed")
 _CRIU_SAID = re.compile(r"criu failed: type", re.IGNORECASE)
 # Of Docker's removals: it died under Docker's hands, its root is mounted a moment longer, or its death came late.

@@ -15,8 +15,8 @@ FEW_S = (0.2, 1.0)  # a new sandbox: nothing is lost with it
 
 
 def patiently(attempt: Callable[[], T], clean: Callable[[], None], pauses_s: Sequence[float] = PAUSES_S) -> T:
-    """``attempt``, and again while it is Hindered; ``clean`` removes before what the last one may have left. Raises what
-    either raises, at last Hindered."""
+    """``attempt``, and again while it is Hindered; ``clean`` removes before what the last one may have left. Raises
+    what either raises, at last Hindered."""
     for pause in pauses_s:
         try:
             return attempt()

@@ -284,8 +284,9 @@ class Prefixes:
     def _try(
         self, box: Box, trial: _Trial, manifest: Manifest, incarnation: str, notes: tuple[str, ...]
     ) -> Restored | None:
-        """None when it cannot be restored. One that is whole on disk is tried twice for any reason, and for some seconds
-        while the engine or the host hinders: an older one would cost the work between the two, and fare no better."""
+        """None when it cannot be restored. One that is whole on disk is tried twice for any reason, and for some
+        seconds while the engine or the host hinders: an older one would cost the work between the two, and fare no
+        better."""
         config, verified, left = self._keeper.config, trial.verified and manifest is trial.manifests[0], 1
         pauses = iter(PAUSES_S)
         while True:

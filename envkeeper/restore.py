@@ -31,7 +31,6 @@ from envkeeper.recipe import Recipe
 from envkeeper.revive import Reviver
 from envkeeper.store import Manifest, Store
 
-
 FENCE_S = 30.0  # a task that waits for a busy disk takes its kill when the disk has answered
 
 

@@ -254,7 +254,7 @@ def test_an_agent_that_is_slow_costs_its_checkpoint_only(bench: Bench) -> None:
     os.kill(pid, signal.SIGSTOP)
     try:
         eventually(lambda: state(pid) == "T", what="the agent stands still")
-        with pytest.raises(CheckpointIncomplete, match="did not take a nonce within 0.5 s"):
+        with pytest.raises(CheckpointIncomplete, match=r"did not take a nonce within 0\.5 s"):
             bench.capture(bench.criu, 0.5)
     finally:
         os.kill(pid, signal.SIGCONT)

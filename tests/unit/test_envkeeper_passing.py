@@ -100,7 +100,7 @@ def test_what_a_dump_left_in_containerd_is_asked_again(tmp_path: Path, said: str
 def test_criu_is_short_of_something_or_names_the_sandbox(tmp_path: Path, line: str, kind: type[BelayerError]) -> None:
     """By either path, also where the want is in a later line than the failure."""
     (tmp_path / "dump.log").write_text(
-        f"(00.1) pie: fine\n(00.2) Error (criu/x.c:1): it did not work\n(00.3) {line}\n(00.4) Error (c): Dumping FAILED\n"
+        f"(00.1) pie: fine\n(00.2) Error (criu/x.c:1): it did not work\n(00.3) {line}\n(00.4) Error (c): it FAILED\n"
     )
     assert type(criu._why_failed(plan(tmp_path), "")) is kind
     why, seen = told(tmp_path, f"{CRIU}{tmp_path}/dump.log path= /x/dump.log: unknown")
@@ -109,7 +109,9 @@ def test_criu_is_short_of_something_or_names_the_sandbox(tmp_path: Path, line: s
 
 def test_what_lingers_and_what_lacks() -> None:
     removal = f'driver "overlay2" failed to remove root filesystem: unlinkat /var/lib/docker/overlay2/x/merged: {BUSY}'
-    gone = "Could not kill running container c, cannot remove - tried to kill container, but did not receive an exit event"
+    gone = (
+        "Could not kill running container c, cannot remove - tried to kill container, but did not receive an exit event"
+    )
     assert all(map(passing.lingers, (removal, gone, "Container c is not running")))
     assert not passing.lingers("you have no permission")
     full = passing.hindered("x", OSError(errno.ENOSPC, "full"))
