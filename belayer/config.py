@@ -249,7 +249,8 @@ def load(path: Path) -> Config:
         text = path.read_bytes()
     except OSError as why:
         raise ConfigInvalid(
-            f"{path}: cannot be read: {why.strerror}", remedy="write it, or name another with --config"
+            f"{path}: cannot be read: {why.strerror}",
+            remedy="write it; a daemon takes another with --config FILE, every program another root with BELAYER_ROOT",
         ) from why
     try:
         table: Any = tomllib.loads(text.decode())

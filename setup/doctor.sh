@@ -17,7 +17,7 @@ check() { # WHAT REMEDY COMMAND...: the command's last line is shown as the deta
   fi
 }
 root() { [ "$(id -u)" = 0 ] && echo "uid 0" || { echo "uid $(id -u)"; return 1; }; }
-machine() { . /etc/os-release && echo "${PRETTY_NAME:-?}, kernel $(uname -r), $(nproc) cores"; [ "$(uname -m)" = x86_64 ]; }
+machine() { . /etc/os-release && echo "${PRETTY_NAME:-?}, kernel $(uname -r), $(env -u OMP_NUM_THREADS nproc) cores"; [ "$(uname -m)" = x86_64 ]; }
 space() { df -Pm "$CACHE" | awk 'NR == 2 { print $4 " MB free"; exit $4 < 2000 }'; }
 venv() { "$ROOT/.venv/bin/python" -c 'import sys, torch, vllm; print(f"Python {sys.version.split()[0]}, vLLM {vllm.__version__}, torch {torch.__version__}")' 2>/dev/null; }
 model() { cd "$CACHE/models/SmolLM2-135M-Instruct" && sha256sum --quiet --check MANIFEST.sha256 && echo "digests match"; }
