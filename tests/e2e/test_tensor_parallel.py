@@ -476,7 +476,7 @@ def test_a_shadow_whose_ranks_attach_on_both_sides_of_a_commit_is_not_armed(
 def test_row_51_a_trainer_updates_a_group_one_of_whose_ranks_dies_inside(
     host: LocalHost, truth: dict[str, Any], truth_two: Any
 ) -> None:
-    """``Trainer.update``: what it wrote is served by all ranks of the shadow, at its end; it is told of that, and begins
+    """``Trainer.update``: what it wrote is served by all ranks of the shadow at its end; it is told so, and begins
     no other update before its word. (A model that may be updated in place is served by nobody else meanwhile.)"""
     folder, said = other(host, truth, truth_two)
     before = slot(host.until_protected(), "slot0")
