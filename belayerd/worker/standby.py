@@ -60,10 +60,13 @@ def _seeded(count: int) -> SamplingParams:
 def warm_up(core: Core, max_len: int, max_batch: int, vocab: int, laps: Callable[[str], None]) -> None:
     """Run every feature once. ``laps`` is called with a name after each part. Raises WorkerFailed."""
     room = min(_LONG, max_len - 8, max_batch)
-    greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2)
-    core.run_alone([_request("long", _prompt(room, vocab), greedy)], {})
-    laps("long_prefill")
     short = _prompt(min(_SHORT, room), vocab)
+    greedy = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=2)
+    plain = SamplingParams(temperature=0.7, max_tokens=1, logprobs=0)
+    # In one step: what a step costs is reading all weights, once for each.
+    first = [("long", _prompt(room, vocab), greedy), ("grammar", short, _grammar()), ("plain", short, plain)]
+    core.run_alone([_request(*one) for one in first], {})
+    laps("features")
     whole = _tokens(core.run_alone([_request("whole", short, _seeded(3))], {}), "whole")
     laps("sampling")
     again = _tokens(core.run_alone([_request("cut", short, _seeded(3))], {"belayer-cut": whole[:1]}), "cut")
@@ -74,9 +77,6 @@ def warm_up(core: Core, max_len: int, max_batch: int, vocab: int, laps: Callable
             remedy="the sampler of this vLLM draws otherwise than the adapter expects",
         )
     laps("resume")
-    plain = SamplingParams(temperature=0.7, max_tokens=1, logprobs=0)
-    core.run_alone([_request("grammar", short, _grammar()), _request("plain", short, plain)], {})
-    laps("grammar")
 
 
 def _grammar() -> SamplingParams:

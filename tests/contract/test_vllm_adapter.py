@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 pytestmark = pytest.mark.engine
@@ -10,14 +12,18 @@ torch = pytest.importorskip("torch")
 
 from pydantic import BaseModel, ValidationError, model_validator  # noqa: E402
 from torch import nn  # noqa: E402
+from vllm.model_executor.model_loader import utils as loading  # noqa: E402
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
+from vllm.v1.sample import logits_processor  # noqa: E402
 
 from belayer.errors import BelayerError, HostUnfit, WeightsBroken  # noqa: E402
 from belayer.messages.owner import TensorSpec  # noqa: E402
 from belayerd import vllm_words  # noqa: E402
-from belayerd.worker.adapter.arena import _AnswerZeros  # noqa: E402
+from belayerd.worker.adapter import shortcuts  # noqa: E402
+from belayerd.worker.adapter.arena import BelayerWorker, _AnswerZeros  # noqa: E402
 from belayerd.worker.adapter.checks import self_check  # noqa: E402
-from belayerd.worker.adapter.resume import Draws  # noqa: E402
+from belayerd.worker.adapter.resume import Draws, ResumingRunner  # noqa: E402
 from belayerd.worker.adapter.weights import assert_inside, bind  # noqa: E402
 from gpuowner.backends.memfd import Memfd  # noqa: E402
 from gpuowner.vmem import Mapping  # noqa: E402
@@ -28,6 +34,23 @@ CORE = "vllm.v1.engine.core"
 
 def test_every_hook_fits_the_installed_vllm() -> None:
     self_check()
+
+
+def test_a_start_leaves_out_what_no_worker_needs() -> None:
+    """A third of a second of CPU in which a slot is exposed: notes for a reload, a search through all packages, and a
+    second runner."""
+    found = logits_processor._load_logitsprocs_plugins()
+    for _ in range(2):
+        shortcuts.prepare()
+    model = nn.Linear(2, 2)
+    loading.record_metadata_for_reloading(model)
+    assert model not in LAYERWISE_INFO
+    once = logits_processor._load_logitsprocs_plugins()
+    assert once == found
+    once.append(object)
+    assert logits_processor._load_logitsprocs_plugins() == found, "each caller has a list of its own"
+    init = inspect.getclosurevars(inspect.unwrap(BelayerWorker.__mro__[1].init_device))
+    assert init.globals["CPUModelRunner"] is ResumingRunner, "the one that vLLM's worker makes"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.executor import uniproc_executor
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker import cpu_worker
 
 from belayer.errors import BelayerError
 from belayerd.worker.adapter import weights
@@ -27,6 +27,7 @@ if not hasattr(uniproc_executor, "Lock"):
 # vLLM makes a lock between processes, a name in /dev/shm: when somebody has filled that, no worker could start.
 # This engine is one process.
 uniproc_executor.Lock = threading.Lock
+cpu_worker.CPUModelRunner = ResumingRunner  # or a whole runner is built and thrown away: a tenth of a second of CPU
 
 
 class _AnswerZeros(TorchFunctionMode):
@@ -56,7 +57,7 @@ class _AnswerZeros(TorchFunctionMode):
             raise BelayerError("vLLM no longer allocates its KV cache by torch.zeros: the arena was not used")
 
 
-class BelayerWorker(CPUWorker):
+class BelayerWorker(cpu_worker.CPUWorker):
     """vLLM's CPU worker over the owner's arena."""
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
@@ -66,7 +67,8 @@ class BelayerWorker(CPUWorker):
         super().init_device()
         if self.use_v2_model_runner:
             raise BelayerError("model runner V2 on the CPU is not supported: unset VLLM_USE_V2_MODEL_RUNNER")
-        self.model_runner = ResumingRunner(self.vllm_config, self.device)
+        if not isinstance(self.model_runner, ResumingRunner):
+            raise BelayerError("vLLM's CPU worker finds its runner elsewhere now: requests could not be continued")
 
     def follow_weights(self, threads: int) -> weights.Moved:
         """Move the model to the owner's last weight version (``weights.follow``)."""

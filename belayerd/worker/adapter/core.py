@@ -23,7 +23,7 @@ from vllm.v1.request import Request
 from belayer.config import Model, Router, Slot
 from belayer.errors import ConfigInvalid
 from belayerd import vllm_words
-from belayerd.worker.adapter import grammar, kernels
+from belayerd.worker.adapter import grammar, kernels, shortcuts
 from belayerd.worker.adapter.seat import seat
 from belayerd.worker.ranks import Mapped
 
@@ -77,6 +77,7 @@ def preload(model: Model, slot: Slot, router: Router) -> None:
         raise ConfigInvalid(said, remedy=vllm_words.remedy(why)) from why
     grammar.prepare(config.model_config)
     kernels.prepare()
+    shortcuts.prepare()
 
 
 def _nothing() -> None:
