@@ -343,6 +343,8 @@ def _problems(config: Config) -> Any:
             yield f"{where}.kv_bytes", f"must be a multiple of {_GRANULE} on a GPU: its memory comes in such pieces"
         if slot.device != "cpu" and slot.packed_weights:
             yield f"{where}.packed_weights", "is for the CPU: a GPU's kernels read matrices as they lie"
+        if slot.device != "cpu" and slot.kv_reuse:
+            yield f"{where}.kv_reuse", "is built for the CPU only: on a GPU an arena is zeroed when it is leased"
         if slot.device == "cpu" and slot.block_size % 32:
             yield f"{where}.block_size", "must be a multiple of 32: the CPU engine's attention has no other blocks"
         if slot.hang_limit_s < 10 * config.policy.poll_s:

@@ -39,8 +39,7 @@ from benchmarks import owner_model as model
 from benchmarks.report import Report, parser
 from gpuowner import hugepages
 from gpuowner.attach import OwnerClient, WeightsView
-from gpuowner.copying import default_threads
-from gpuowner.digest import chunk_digests, first_difference
+from gpuowner.digest import chunk_digests, default_threads, first_difference
 from gpuowner.loader import Loaded, load
 from gpuowner.tensors import HostTensor
 from gpuowner.update import begin_update
@@ -61,8 +60,7 @@ def right(fact: bool, what: str) -> None:
 
 
 def drop(loaded: Loaded) -> None:
-    loaded.mapping.close()
-    loaded.memory.close()
+    loaded.drop()
 
 
 # --- loading ---
@@ -116,6 +114,7 @@ def _once(
         return model.plain_read_kept(files)
     ms, loaded = one_load(folder, digests)
     watch = Stopwatch()
+    assert loaded.mapping is not None, "a memfd is mapped by its owner"
     again = tuple(chunk_digests(loaded.mapping.buffer(), threads))
     seen["digest"].append(watch.ms())
     right(again == loaded.chunks, "the bytes differ from their digests")

@@ -22,6 +22,7 @@ from belayer.errors import BelayerError, ConfigInvalid, HostUnfit
 from belayer.paths import Paths
 from belayer.progress import Teller
 from gpuowner.backends.choice import maker_for
+from gpuowner.backends.driver import REAL
 from gpuowner.keeping import StoreLost
 from gpuowner.ledger import WeightsRow
 from gpuowner.recipes import ASK_DEADLINE_S
@@ -46,10 +47,12 @@ def next_generation(paths: Paths, kind: str) -> int:
     return mine.generation
 
 
-def sources(config: Config) -> dict[str, Source]:
-    huge = config.gpuowner.huge_pages
+def sources(config: Config, driver: str = REAL) -> dict[str, Source]:
+    huge, memory = config.gpuowner.huge_pages, config.gpuowner.memory
     return {
-        model.name: Source(Path(model.path), model.dtype, model.update, huge, config.ranks_of(model.name))
+        model.name: Source(
+            Path(model.path), model.dtype, model.update, huge, config.ranks_of(model.name), memory=memory, driver=driver
+        )
         for model in config.model
     }
 
@@ -88,15 +91,16 @@ def _load_model(vault: Vault, name: str, rank: int, source: Source, logger: Any,
     logger.info(info.state, **fields, **({"reason": info.reason} if info.reason else {}))
 
 
-async def _main(stop: asyncio.Event, kind: str, choice: str, config: Config, paths: Paths) -> None:
+async def serve(stop: asyncio.Event, kind: str, choice: str, config: Config, paths: Paths, driver: str = REAL) -> None:
+    """One life of an owner, until ``stop``. ``driver``: of GPU memory."""
     logger = log.setup(f"gpuowner-{kind}")
     teller = Teller(paths.owner_progress(kind))
     teller.tell("starts")
-    maker = maker_for(config.gpuowner.memory, kind)
+    maker = maker_for(config.gpuowner.memory, driver, {slot.device for slot in config.slot})
     store, found = open_store(paths, kind, choice)
     slots = frozenset(slot.name for slot in config.slot)
     vault = Vault(next_generation(paths, kind), paths.owner_ledger(kind), store, logger.info, maker, slots)
-    wanted = sources(config) if kind == "weights" else {}
+    wanted = sources(config, driver) if kind == "weights" else {}
     vault.revive(found, wanted, teller.tell)
     for said in vault.adopted:
         logger.info("adopted", what=said)
@@ -147,7 +151,7 @@ def main() -> int:
         config = load(args.config or paths.config)
     except BelayerError as why:
         return told.say(why)
-    code = run(lambda stop: _main(stop, args.kind, args.store, config, paths), told)
+    code = run(lambda stop: serve(stop, args.kind, args.store, config, paths), told)
     del lock  # held until here
     return code
 

@@ -21,7 +21,7 @@ import msgspec
 
 from belayer import procs
 from belayer.clock import Stopwatch
-from belayer.errors import BelayerError, DaemonUnreachable, OwnerGone, WeightsBroken
+from belayer.errors import BelayerError, DaemonUnreachable, OwnerGone, Refused, WeightsBroken
 from belayer.messages import owner as m
 from belayer.seqpacket import SeqClient
 from gpuowner.digest import Told, first_difference, nobody
@@ -146,7 +146,7 @@ class WeightsView:
 
     def __init__(self, client: OwnerClient, model: str, rank: int = 0) -> None:
         self._client = client
-        grant, layout, fd = _attach(client, model, rank)
+        grant, layout, fd = attach_weights(client, model, rank)
         try:
             self.mapping = Mapping(fd, grant.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
             self._memory = os.fstat(fd).st_ino
@@ -178,7 +178,7 @@ class WeightsView:
         True also after an update in place: the bytes below the mapping have changed, and the new digests fit them.
         False after a swap: the version mapped here is still whole, and older. Raises WeightsTorn while an update is
         open or when it was torn, WeightsBroken when the bytes differ from their digests."""
-        grant, _, fd = _attach(self._client, self.grant.model, self.grant.rank)
+        grant, _, fd = attach_weights(self._client, self.grant.model, self.grant.rank)
         try:
             same = os.fstat(fd).st_ino == self._memory
         finally:
@@ -197,7 +197,7 @@ class WeightsView:
         Its bytes are verified before they take the place of the old ones, which nothing may read meanwhile. Raises as
         ``verify_version``, and WeightsBroken when the tensors of the new version lie elsewhere; the mapping is then as
         it was."""
-        grant, layout, fd = _attach(self._client, self.grant.model, self.grant.rank)
+        grant, layout, fd = attach_weights(self._client, self.grant.model, self.grant.rank)
         try:
             if os.fstat(fd).st_ino == self._memory:
                 _equal_or_refuse(self.mapping, grant, threads, told)
@@ -221,12 +221,23 @@ class WeightsView:
             os.close(fd)
 
 
-def _attach(client: OwnerClient, model: str, rank: int) -> tuple[m.WeightsGrant, tuple[m.TensorSpec, ...], int]:
+def attach_weights(
+    client: OwnerClient, model: str, rank: int, backend: str = "memfd"
+) -> tuple[m.WeightsGrant, tuple[m.TensorSpec, ...], int]:
+    """Grant, layout and descriptor of the last version. Raises Refused, with nothing held, when it lies in other memory
+    than ``backend``: its bytes would be read by the wrong means."""
     grant, fds = client.call(m.AttachWeights(model=model, rank=rank), m.WeightsGrant)
+    keep = 0
     try:
+        if grant.backend != backend:
+            raise Refused(
+                f"weights of {model} are in {grant.backend}, this process reads {backend}",
+                remedy="memory in [gpuowner] and device of the slot must fit each other",
+            )
         layout = grant.layout or layout_from(fds[1])
+        keep = 1
     finally:
-        for fd in fds[1:]:
+        for fd in fds[keep:]:
             os.close(fd)
     return grant, layout, fds[0]
 

@@ -32,7 +32,8 @@ class Promoted(msgspec.Struct, frozen=True):
 
 
 class GpuArena:
-    """``nbytes`` at ``va`` for the life of the process. ``epoch`` is -1 while no lease is held."""
+    """``nbytes`` at ``va`` for the life of the process. ``epoch`` is -1 while no lease is held; ``promoted`` tells what
+    the promotion took."""
 
     def __init__(self, client: OwnerClient, memory: CudaVmm, slot: str, nbytes: int, rank: int = 0) -> None:
         self._client, self._memory, self._slot, self._rank = client, memory, slot, rank
@@ -40,6 +41,7 @@ class GpuArena:
         for fd in fds:
             os.close(fd)
         self.nbytes, self.epoch = nbytes, -1
+        self.promoted: Promoted | None = None
         self.va = memory.reserve(nbytes)
         chunk = SCRATCH if nbytes % SCRATCH == 0 else memory.granularity()
         handle = memory.private(chunk)
@@ -49,10 +51,10 @@ class GpuArena:
             memory.release(handle)
         client.on_return(self._reclaim)
 
-    def promote(self, epoch: int, owner_generation: int = 0) -> Promoted:
-        """Take the lease of ``epoch``, map the arena at ``va`` and zero it: what another engine left there could be
-        NaN, which masked attention spreads (0 * NaN). Raises LeaseRefused, Fenced or OwnerGone with the scratch still
-        mapped; DriverError or BelayerError later than that, and then this process must end."""
+    def promote(self, epoch: int, owner_generation: int = 0) -> float:
+        """Take the lease of ``epoch``, map the arena at ``va`` and zero it; returns milliseconds. What another engine
+        left there could be NaN, which masked attention spreads (0 * NaN). Raises LeaseRefused, Fenced or OwnerGone with
+        the scratch still mapped; DriverError or BelayerError later than that, and then this process must end."""
         watch = Stopwatch()
         self._client.must_live()
         owner = owner_generation or self._client.welcome.owner_generation
@@ -70,7 +72,8 @@ class GpuArena:
         mapped = watch.lap()
         self._memory.zero(self.va, self.nbytes)
         self.epoch = epoch
-        return Promoted(lease, mapped, watch.lap())
+        self.promoted = Promoted(lease, mapped, watch.lap())
+        return lease + mapped + self.promoted.zero
 
     def _reclaim(self, client: SeqClient, owner_generation: int) -> None:
         if self.epoch >= 0:

@@ -294,10 +294,5 @@ def run_jobs(
         return {index: future.result() for index, future in digests.items()}
 
 
-def default_threads() -> int:
-    """Reading, converting and hashing each take a core; more than eight readers only fight for the disk."""
-    return max(1, min(8, len(os.sched_getaffinity(0))))
-
-
 def all_chunks(nbytes: int) -> range:
     return range(chunk_count(nbytes))

@@ -172,6 +172,7 @@ class WeightsAdopted:
 
     owner: int
     intact: bool
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -477,7 +478,8 @@ def _adopted(weights: Weights, event: WeightsAdopted) -> Weights:
     if weights.state is _W.BUILDING:
         return replace(mine, state=_W.TORN, whole=False, reason="the owner died while it loaded them")
     if weights.whole and not event.intact:
-        return replace(mine, state=_W.TORN, whole=False, in_place=False, reason="their bytes differ from their digests")
+        why = event.why or "their bytes differ from their digests"
+        return replace(mine, state=_W.TORN, whole=False, in_place=False, reason=why)
     return _given_up(mine, "the owner died inside an update")
 
 

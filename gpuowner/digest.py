@@ -7,6 +7,7 @@ the place that differs.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,11 @@ from typing import Any
 CHUNK = 64 << 20
 
 Told = Callable[[int, int], None]  # bytes done, of how many
+
+
+def default_threads() -> int:
+    """Reading, converting and hashing each take a core; more than eight readers only fight for the disk."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
 def chunk_count(nbytes: int) -> int:

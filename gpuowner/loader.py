@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from belayer.clock import Stopwatch
 from belayer.errors import BelayerError, HostUnfit, WeightsBroken
@@ -15,10 +16,11 @@ from belayer.messages.owner import TensorSpec
 from belayer.paths import Paths
 from gpuowner import hugepages, recipes
 from gpuowner.backends.memfd import Memfd
-from gpuowner.copying import Files, Progress, all_chunks, default_threads, file_jobs, run_jobs, sink_for
-from gpuowner.digest import root_digest
+from gpuowner.backends.port import WeightsMemory
+from gpuowner.copying import Files, Progress, all_chunks, file_jobs, run_jobs, sink_for
+from gpuowner.digest import default_threads, root_digest
 from gpuowner.layout import place
-from gpuowner.safetensors_file import read_model
+from gpuowner.safetensors_file import RawTensor, read_model
 from gpuowner.vmem import PROT_READ, Mapping
 
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "auto": "", "": ""}
@@ -28,16 +30,46 @@ __all__ = ["DTYPES", "Loaded", "Progress", "load"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory, hashed and sealed. ``mapping`` is the owner's own, now read-only. ``mb_per_s``: reading,
-    converting and hashing together."""
+    """A model in memory, hashed and sealed. ``mapping`` is the owner's own, now read-only; None where the owner cannot
+    map it. ``mb_per_s``: reading, converting and hashing together."""
 
-    memory: Memfd
-    mapping: Mapping
+    memory: WeightsMemory
+    mapping: Mapping | None
     layout: tuple[TensorSpec, ...]
     chunks: tuple[bytes, ...]
     digest: str
     load_ms: float
     mb_per_s: float
+
+    def unmap(self) -> None:
+        if self.mapping is not None:
+            self.mapping.close()
+
+    def drop(self) -> None:
+        """Nothing is kept."""
+        self.unmap()
+        self.memory.close()
+
+
+class LaidOut(NamedTuple):
+    """What is in a model's files, and where it goes; nothing is allocated yet."""
+
+    tensors: dict[str, RawTensor]
+    layout: tuple[TensorSpec, ...]
+    nbytes: int
+
+
+def lay_out(model: str, folder: Path, dtype: str, kept: Path | None, rank: int, ranks: int) -> LaidOut:
+    """As ``load``. Raises WeightsBroken."""
+    if dtype not in DTYPES:
+        raise WeightsBroken(f"model {model}: unknown dtype {dtype!r}", remedy=f"one of {sorted(filter(None, DTYPES))}")
+    tensors = read_model(folder)
+    kept = kept if kept is not None else Paths().state / "recipes"
+    recipe = recipes.find(folder, tensors, dtype, kept, rank, ranks)
+    layout, nbytes = place(recipe, tensors, DTYPES[dtype])
+    if nbytes == 0:
+        raise WeightsBroken(f"model {model}: {folder} holds no tensor", kept="nothing was sealed")
+    return LaidOut(tensors, layout, nbytes)
 
 
 def load(
@@ -59,15 +91,8 @@ def load(
 
     Raises WeightsBroken with nothing allocated or sealed, HostUnfit or OSError when memory is short.
     """
-    if dtype not in DTYPES:
-        raise WeightsBroken(f"model {model}: unknown dtype {dtype!r}", remedy=f"one of {sorted(filter(None, DTYPES))}")
     watch = Stopwatch()
-    tensors = read_model(folder)
-    kept = kept if kept is not None else Paths().state / "recipes"
-    recipe = recipes.find(folder, tensors, dtype, kept, rank, ranks)
-    layout, nbytes = place(recipe, tensors, DTYPES[dtype])
-    if nbytes == 0:
-        raise WeightsBroken(f"model {model}: {folder} holds no tensor", kept="nothing was sealed")
+    tensors, layout, nbytes = lay_out(model, folder, dtype, kept, rank, ranks)
     nbytes = hugepages.rounded(nbytes, huge_pages)
     room_or_refuse(model, nbytes)
     memory = Memfd(f"weights-{model}" + (f"-{rank}" if ranks > 1 else ""), nbytes, huge_pages)

@@ -8,21 +8,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-from belayer.errors import BelayerError, Refused, WeightsTorn
+from belayer.errors import BelayerError, HostNotReady, HostUnfit, Refused, WeightsTorn
 from belayer.messages import owner as m
-from gpuowner.backends.memfd import F_SEAL_WRITE, Memfd
-from gpuowner.digest import root_digest
-from gpuowner.loader import Loaded, Progress, room_or_refuse
+from gpuowner.backends.port import WeightsMemory
+from gpuowner.digest import Told, nobody, root_digest
+from gpuowner.loader import Loaded, Progress
 from gpuowner.version import IN_PLACE, SWAP, ModelEntry, Version
 
 
 def tried(work: Callable[[], object]) -> Callable[[], object]:
-    """What fails for want of memory in the thread is a result like another: the update must come to an end."""
+    """What fails in the thread for want of memory, or of a device that answers, is a result like another: the update
+    must come to an end."""
 
     def result() -> object:
         try:
             return work()
-        except OSError as why:
+        except (OSError, BelayerError) as why:  # the latter: whoever reads GPU memory for us cannot
             return why
 
     return result
@@ -45,7 +46,7 @@ def open_or_refuse(parts: Sequence[ModelEntry], mode: str) -> None:
             f"weights of {model} are sealed against writing for ever",
             remedy='use mode "swap", or configure the model with update = "in_place"',
         )
-    if mode == IN_PLACE and any(held(part).memory.seals() & F_SEAL_WRITE for part in parts):
+    if mode == IN_PLACE and any(held(part).memory.sealed_for_ever() for part in parts):
         raise Refused(
             f"weights of {model} came by a swap, which sealed their memory against writing for ever",
             kept=kept(parts[0]),
@@ -54,7 +55,7 @@ def open_or_refuse(parts: Sequence[ModelEntry], mode: str) -> None:
     if mode not in (IN_PLACE, SWAP):
         raise Refused(f"no update mode {mode[:32]!r}", remedy="swap or in_place")
     if mode == SWAP:
-        room_or_refuse(model, sum(held(part).memory.nbytes for part in parts))
+        parts[0].source.room_or_refuse(model, sum(held(part).memory.nbytes for part in parts))
 
 
 def to_write(entry: ModelEntry) -> tuple[int, ...]:
@@ -95,6 +96,18 @@ def told(parts: Sequence[ModelEntry], asked: m.CommitUpdate) -> list[Version]:
     return new
 
 
+def intact(version: Version, told: Told = nobody) -> tuple[bool, str]:
+    """Whether adopted bytes are what they were sealed as, and why not, where that is more than a difference. Raises
+    HostNotReady when nobody can look now: this life must not begin then. Its copies are kept for one that can, which
+    systemd begins again and again (another exit code would end the unit, and with it what it keeps)."""
+    try:
+        return version.difference(told) is None, ""
+    except HostUnfit as why:
+        raise HostNotReady(why.message, kept=f"{version.name}, with who keeps its copy", remedy=why.remedy) from why
+    except BelayerError as why:
+        return False, f"they are not there any more: {why.message}"
+
+
 def different(versions: Sequence[Version]) -> tuple[int, int] | None:
     """(rank, chunk) of the first byte that is not what its digest says. Slow: for a thread."""
     for rank, version in enumerate(versions):
@@ -119,8 +132,7 @@ def loaded(parts: Sequence[ModelEntry], model: str, progress: Progress) -> list[
             made.append(part.source.load(model, progress, part.rank))
     except (BelayerError, OSError) as why:
         for one in made:
-            one.mapping.close()
-            one.memory.close()
+            one.drop()
         return why
     return made
 
@@ -129,7 +141,7 @@ def kept(entry: ModelEntry) -> str:
     return f"version {entry.weights.version}, {entry.weights.state.value}"
 
 
-def seal_or_refuse(memory: Memfd, model: str) -> None:
+def seal_or_refuse(memory: WeightsMemory, model: str) -> None:
     try:
         memory.seal_for_ever()
     except OSError as why:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from belayer.errors import BelayerError, Refused, WeightsBroken
 from belayer.messages import owner as m
 from gpuowner import core, making, together
-from gpuowner.backends.memfd import Memfd
 from gpuowner.digest import Told, nobody
 from gpuowner.keeping import Caller, Keeping, Key
 from gpuowner.ledger import WeightsRow
@@ -62,7 +61,7 @@ class Models:
         afters = together.step(before, event)
         try:
             for entry, loaded in made:
-                loaded.mapping.close()
+                loaded.unmap()
                 if entry.source.update == SWAP:
                     loaded.memory.seal_for_ever()
             self._take([(e, self._from_files(e, files), a) for (e, files), a in zip(made, afters, strict=True)])
@@ -111,9 +110,9 @@ class Models:
 
     def adopt(self, row: WeightsRow, fd: int, source: Source, told: Told = nobody) -> ModelEntry:
         """A part of the last life, all of it hashed; ``told`` hears how far. Raises OSError when the descriptor is not
-        that memory. Not persisted yet; ``level`` comes after all of them."""
+        that memory, HostNotReady when nobody can read it now. Not persisted yet; ``level`` comes after all of them."""
         version = Version(
-            memory=Memfd.adopt(fd, row.nbytes),
+            memory=source.adopt(fd, row.nbytes),
             name=row.memory,
             layout=row.layout,
             chunks=row.chunks,
@@ -126,8 +125,8 @@ class Models:
             model=row.model, nbytes=row.nbytes, state=row.state, version=row.version, whole=row.whole,
             in_place=row.in_place, reason=row.reason,
         )  # fmt: skip
-        intact = row.whole and version.difference(told) is None
-        after = core.weights_step(before, core.WeightsAdopted(owner=self._keeping.generation, intact=intact))
+        intact, why = making.intact(version, told) if row.whole else (False, "")
+        after = core.weights_step(before, core.WeightsAdopted(owner=self._keeping.generation, intact=intact, why=why))
         entry = self.entries[row.model, row.rank] = ModelEntry(after, row.rank, source, version)
         return entry
 
@@ -162,6 +161,8 @@ class Models:
             chunk_digests=version.chunks,
             digest=version.digest,
             rank=rank,
+            backend=entry.source.memory,
+            memory=version.name,
         )
         return grant, fd
 
@@ -236,6 +237,7 @@ class Models:
             has_base=len(fds) == 2,
             rank=entry.rank,
             ranks=ranks,
+            backend=entry.source.memory,
         )
 
     def _stage(self, entry: ModelEntry, mode: str) -> None:
@@ -243,7 +245,7 @@ class Models:
         version = making.held(entry)
         if mode == SWAP:
             name = f"weights-{entry.weights.model}-next" + (f"-{entry.rank}" if entry.source.ranks > 1 else "")
-            memory = Memfd(name, version.memory.nbytes, entry.source.huge_pages)
+            memory = entry.source.stage(name, version.memory.nbytes)
             entry.next = Version(memory=memory, name="", layout=version.layout, chunks=(), digest="")
             memory.prefault()
         entry.carried = version.chunks if entry.weights.whole else ()

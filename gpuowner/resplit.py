@@ -70,6 +70,5 @@ def _digest(source: Source, row: WeightsRow) -> str:
         loaded = source.load(row.model, lambda *_: None, row.rank)
     except BelayerError:  # they cannot be laid out so any more, so they are not the same
         return ""
-    loaded.mapping.close()
-    loaded.memory.close()
+    loaded.drop()
     return loaded.digest

@@ -27,7 +27,8 @@ from belayer.errors import BelayerError, Refused, WeightsBroken
 from belayer.messages import owner as m
 from belayer.messages.owner import TensorSpec
 from gpuowner.attach import OwnerClient
-from gpuowner.copying import default_threads
+from gpuowner.backends.driver import REAL
+from gpuowner.digest import default_threads
 from gpuowner.safetensors_file import read_model
 from gpuowner.tensors import HostTensor, Sparse, host_tensor
 from gpuowner.update_part import At, UpdatePart
@@ -56,12 +57,14 @@ def begin_update(
     version: int | None = None,
     at: At | None = None,
     threads: int | None = None,
+    driver: str = REAL,
 ) -> Update:
     """Become the one writer of ``model``'s next version. ``client`` has role loader and a time limit that is longer
     than hashing the model takes.
 
     ``mode``: "swap", "in_place", or "" for what the model is configured for. ``whole``: every tensor will be written.
     ``version``: the version to be made (the last plus one), None: whatever comes next. ``at`` is called at ``points``.
+    ``driver``: where the owner keeps its weights on a GPU, which this process then maps them on.
     Raises Fenced (another version is the last one), Refused (there is a writer), WeightsTorn (only a whole rewrite).
     """
     last = version - 1 if version is not None else _last(client, model)
@@ -73,13 +76,24 @@ def begin_update(
         whole=whole,
     )
     grant, fds = client.call(asked, m.UpdateGrant)
-    update = Update(client, grant, fds, whole=whole, at=at, threads=threads or default_threads())
+    try:
+        update = Update(client, grant, fds, whole=whole, at=at, threads=threads or default_threads(), driver=driver)
+    except BelayerError:  # this process cannot write to such memory, and has not
+        _refrain(client, grant)
+        raise
     try:
         update.open_others()
     except BelayerError:
         update.abort()
         raise
     return update
+
+
+def _refrain(client: OwnerClient, grant: m.UpdateGrant) -> None:
+    aborted = m.AbortUpdate(
+        model=grant.model, version=grant.version, owner_generation=grant.owner_generation, touched=False
+    )
+    client.call(aborted, m.WeightsInfo)
 
 
 def _last(client: OwnerClient, model: str) -> int:
@@ -104,7 +118,9 @@ class Update:
         whole: bool,
         at: At | None,
         threads: int,
+        driver: str = REAL,
     ) -> None:
+        self._driver = driver
         self._client, self._grant, self._whole, self._at, self._threads = client, grant, whole, at, threads
         self._parts: list[UpdatePart] = []
         self._open = True
@@ -127,7 +143,7 @@ class Update:
 
     def _add(self, grant: m.UpdateGrant, fds: tuple[int, ...]) -> None:
         at = None if self._at is None else _at_rank(self._at, grant.rank)
-        self._parts.append(UpdatePart(grant, fds, at, self._threads))
+        self._parts.append(UpdatePart(grant, fds, at, self._threads, self._driver))
         self._reach(_point(grant.rank, "begun"))
 
     def _reach(self, point: str) -> None:

@@ -15,30 +15,33 @@ from numpy.typing import NDArray
 from belayer.messages import owner as m
 from belayer.messages.owner import TensorSpec
 from gpuowner.attach import layout_from
-from gpuowner.copying import Files, Job, Sink, all_chunks, array_jobs, base_jobs, file_jobs, run_jobs, sink_for, widened
-from gpuowner.digest import CHUNK, digests_of, root_digest
+from gpuowner.backends.driver import REAL
+from gpuowner.copying import Files, Job, Sink, all_chunks, array_jobs, file_jobs, run_jobs, widened
+from gpuowner.digest import CHUNK, root_digest
 from gpuowner.parts import Parts, complement
 from gpuowner.safetensors_file import ITEM_BYTES, RawTensor
+from gpuowner.targets import target_for
 from gpuowner.tensors import HostTensor
-from gpuowner.vmem import MAP_NORESERVE, MAP_SHARED, PROT_READ, PROT_WRITE
-from gpuowner.vmem import Mapping as Memory
 
 At = Callable[[str], None]
 
 
 class UpdatePart:
-    """``fds``: of the grant, ours from now on. ``at`` is called at the points of this part."""
+    """``fds``: of the grant, ours from now on. ``at`` is called at the points of this part. ``driver``: of GPU memory,
+    where the grant is of some."""
 
-    def __init__(self, grant: m.UpdateGrant, fds: tuple[int, ...], at: At | None, threads: int) -> None:
+    def __init__(
+        self, grant: m.UpdateGrant, fds: tuple[int, ...], at: At | None, threads: int, driver: str = REAL
+    ) -> None:
         self.grant, self._at, self._threads = grant, at or _nobody, threads
-        self._fd, rest = fds[0], list(fds[1:])
-        self._base_fd = rest.pop(0) if grant.has_base else -1
+        rest = list(fds[1:])
+        base_fd = rest.pop(0) if grant.has_base else -1
+        self._has_base = grant.has_base
         self.layout = Parts(grant.layout or layout_from(rest[0]))
         for fd in rest:
             os.close(fd)
-        self._mapping: Memory | None = None
-        sink = sink_for(self._fd, self._writable)
-        self._sink: Sink = sink if at is None else _Torn(sink, at)
+        self._target = target_for(grant, fds[0], base_fd, driver)
+        self._sink: Sink = self._target.sink if at is None else _Torn(self._target.sink, at)
         self._written: list[tuple[int, int]] = []  # byte ranges that are of the new version
         self.sources: set[str] = set()  # tensors of the files that were written whole
         self._primed: set[str] = set()
@@ -72,13 +75,12 @@ class UpdatePart:
         """Items of ``name``, counted in C order; those of other parts are left out."""
         specs = self.layout.items_of(name, values.dtype)
         self._prime(specs, always=True)
-        view = np.frombuffer(self._writable().buffer(), dtype=np.uint8)
         for spec in specs:
             item = ITEM_BYTES[spec.dtype]
             at, which = self.layout.place_items(name, spec, indices)
             bits = widened(values.flat[which], values.dtype, spec.dtype)
             end = spec.offset + item * (int(at.max()) + 1) if at.size else spec.offset
-            view[spec.offset : end].view(bits.dtype)[at] = bits
+            self._target.put_items(spec.offset, end, at, bits)
             self._mark(spec)
 
     def items_written(self) -> None:
@@ -101,7 +103,7 @@ class UpdatePart:
         """Before items are written with gaps between them: the rest of that tensor comes from the base."""
         for spec in specs:
             whole = self.layout.whole(spec)
-            if not (spec.strides or always) or whole.name in self._primed or self._base_fd < 0:
+            if not (spec.strides or always) or whole.name in self._primed or not self._has_base:
                 continue
             self._primed.add(whole.name)
             fresh = complement(self._written, whole.offset, whole.offset + whole.nbytes)
@@ -109,16 +111,12 @@ class UpdatePart:
             self._written.extend(fresh)
 
     def _copy_base(self, ranges: list[tuple[int, int]]) -> None:
-        base = Memory(self._base_fd, self.grant.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
-        try:
-            run_jobs(base_jobs(ranges, base), self._sink, self._threads, lambda *_: None, None, ())
-        finally:
-            base.close()
+        self._target.copy(ranges, self._sink, self._threads)
 
     # --- the end ---
 
     def copy_rest(self) -> None:
-        if self._base_fd >= 0:
+        if self._has_base:
             self._copy_base(complement(self._written, 0, self.grant.nbytes))
             self._at("rest_copied")
 
@@ -127,12 +125,7 @@ class UpdatePart:
         known = self.grant.chunk_digests
         touched = {chunk for start, end in self._written for chunk in range(start // CHUNK, -(-end // CHUNK))}
         todo = [chunk for chunk in all_chunks(self.grant.nbytes) if chunk in touched or not known]
-        memory = Memory(self._fd, self.grant.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
-        try:
-            view = memoryview(memory.buffer()).cast("B")
-            fresh = dict(zip(todo, digests_of(view, todo, self._threads), strict=True))
-        finally:
-            memory.close()
+        fresh = self._target.digests(todo, self._threads)
         chunks = tuple(fresh[chunk] if chunk in fresh else known[chunk] for chunk in all_chunks(self.grant.nbytes))
         self._at("hashed")
         return m.PartDigests(chunk_digests=chunks, digest=root_digest(chunks, self.grant.nbytes))
@@ -143,19 +136,7 @@ class UpdatePart:
 
     def let_go(self) -> None:
         """A writable mapping that is left would keep the owner from sealing."""
-        if self._mapping is not None:
-            self._mapping.close()
-            self._mapping = None
-        for fd in (self._fd, self._base_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._base_fd = -1
-
-    def _writable(self) -> Memory:
-        if self._mapping is None:
-            flags = MAP_SHARED | MAP_NORESERVE
-            self._mapping = Memory(self._fd, self.grant.nbytes, PROT_READ | PROT_WRITE, flags)
-        return self._mapping
+        self._target.close()
 
 
 def _nobody(point: str) -> None:

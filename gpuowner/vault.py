@@ -62,7 +62,7 @@ class Vault:
         maker: Maker | None = None,
         slots: frozenset[str] | None = None,
     ) -> None:
-        """``maker``: of arenas; weights are loaded into memfds by the loader. ``slots``: those that are configured,
+        """``maker``: of arenas; where weights live is said by their ``Source``. ``slots``: those that are configured,
         which alone may have arenas; None does not limit them."""
         self.generation, self._path, self._slots = generation, path, slots
         self.maker = maker or MemfdMaker()

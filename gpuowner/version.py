@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from belayer.messages import owner as m
 from gpuowner import core
+from gpuowner.backends.choice import CUDA_VMM, MEMFD
+from gpuowner.backends.device_memory import DeviceMemory
+from gpuowner.backends.driver import REAL
 from gpuowner.backends.memfd import Memfd
-from gpuowner.copying import default_threads
-from gpuowner.digest import Told, first_difference, nobody
+from gpuowner.backends.port import WeightsMemory
+from gpuowner.device_loader import load_to_device
+from gpuowner.digest import Told, nobody
 from gpuowner.keeping import resident
 from gpuowner.ledger import WeightsRow
-from gpuowner.loader import Loaded, Progress, load
-from gpuowner.vmem import MAP_NORESERVE, MAP_SHARED, PROT_READ, Mapping
+from gpuowner.loader import Loaded, Progress, load, room_or_refuse
 
 SWAP, IN_PLACE = "swap", "in_place"
 
@@ -23,7 +25,7 @@ SWAP, IN_PLACE = "swap", "in_place"
 @dataclass(frozen=True)
 class Source:
     """What the configuration says of a model; a client never names a path. ``kept``: where vLLM's answers about its
-    layout are kept, None for the usual place."""
+    layout are kept, None for the usual place. ``memory``: as in [gpuowner]; ``driver``: of GPU memory."""
 
     folder: Path
     dtype: str
@@ -31,25 +33,50 @@ class Source:
     huge_pages: str = "off"
     ranks: int = 1
     kept: Path | None = None
+    memory: str = MEMFD
+    driver: str = REAL
 
     def text(self) -> str:
         """Differs when the configuration asks for other bytes or another kind of memory."""
         parts = f" tp{self.ranks}" if self.ranks > 1 else ""
+        parts += "" if self.memory == MEMFD else f" {self.memory}"
         return f"{self.folder} {self.dtype} {self.update} {self.huge_pages}{parts}"
 
     def load(self, model: str, progress: Progress, rank: int = 0) -> Loaded:
         """The part of tensor-parallel rank ``rank``; all of it when there is one rank."""
+        if self.memory == CUDA_VMM:
+            return load_to_device(
+                model, self.folder, self.dtype, progress, driver=self.driver, kept=self.kept, rank=rank,
+                ranks=self.ranks,
+            )  # fmt: skip
         return load(
             model, self.folder, self.dtype, progress, seal=self.update == SWAP, huge_pages=self.huge_pages,
             kept=self.kept, rank=rank, ranks=self.ranks,
         )  # fmt: skip
+
+    def stage(self, label: str, nbytes: int) -> WeightsMemory:
+        """Memory for the next version, beside the last one. Raises HostUnfit or Refused: there is no room."""
+        if self.memory == CUDA_VMM:
+            return DeviceMemory.create(self.driver, 0, nbytes)
+        return Memfd(label, nbytes, self.huge_pages)
+
+    def adopt(self, fd: int, nbytes: int) -> WeightsMemory:
+        """Memory of an earlier life. Raises OSError when it cannot be that."""
+        if self.memory == CUDA_VMM:
+            return DeviceMemory(nbytes, fd, self.driver)
+        return Memfd.adopt(fd, nbytes)
+
+    def room_or_refuse(self, model: str, nbytes: int) -> None:
+        """Raises HostUnfit. A GPU says by itself that it has no room, before anything is written."""
+        if self.memory == MEMFD:
+            room_or_refuse(model, nbytes)
 
 
 @dataclass(frozen=True)
 class Version:
     """One version in memory. ``name``: in the store, "" while it is only being written."""
 
-    memory: Memfd
+    memory: WeightsMemory
     name: str
     layout: tuple[m.TensorSpec, ...]
     chunks: tuple[bytes, ...]
@@ -60,15 +87,7 @@ class Version:
 
     def difference(self, told: Told = nobody) -> int | None:
         """Hash everything; the first chunk that differs from its digest, or None. Slow: for a thread."""
-        fd = self.memory.reader_fd()
-        try:
-            mapping = Mapping(fd, self.memory.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
-        finally:
-            os.close(fd)
-        try:
-            return first_difference(mapping.buffer(), self.chunks, default_threads(), told)
-        finally:
-            mapping.close()
+        return self.memory.difference(self.chunks, told)
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,9 @@ class AttachWeights(Message, frozen=True, kw_only=True, tag=True):
 
 
 class WeightsGrant(Message, frozen=True, kw_only=True, tag=True):
-    """Comes with one read-only FD. ``chunk_digests``: sha256 of each 64 MiB of the mapping, in order. An empty
-    ``layout`` is too large for a packet and comes in a second FD."""
+    """Comes with one read-only FD. ``chunk_digests``: sha256 of each 64 MiB of the mapping, in order; with ``backend``
+    "cuda_vmm" their sums (gpuowner.backends.sums). An empty ``layout`` is too large for a packet and comes in a second
+    FD. ``memory``: names the bytes; it stays the same through an update in place, and no other memory ever has it."""
 
     model: str
     version: int
@@ -75,6 +76,8 @@ class WeightsGrant(Message, frozen=True, kw_only=True, tag=True):
     chunk_digests: tuple[bytes, ...]
     digest: str
     rank: int = 0
+    backend: str = "memfd"
+    memory: str = ""
 
 
 class RejoinWeights(Message, frozen=True, kw_only=True, tag=True):
@@ -128,10 +131,11 @@ class UpdateGrant(Message, frozen=True, kw_only=True, tag=True):
     has_base: bool
     rank: int = 0
     ranks: int = 1
+    backend: str = "memfd"
 
 
 class PartDigests(msgspec.Struct, frozen=True, kw_only=True):
-    """What the writer says of one part: sha256 of each 64 MiB, and the digest over them."""
+    """What the writer says of one part: sha256 of each 64 MiB (of GPU memory: its sums), and the digest over them."""
 
     chunk_digests: tuple[bytes, ...]
     digest: str

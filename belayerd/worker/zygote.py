@@ -31,7 +31,7 @@ from belayer.messages.common import Ping, Pong
 from belayer.paths import Paths
 from belayer.rpc import to_reply
 from belayer.seqpacket import recv_fds
-from belayerd.worker import ranks
+from belayerd.worker import gpu_switch, ranks
 
 MAX_REQUEST = 16 << 10
 _ENDS = 64  # belayerd asks at once, or never
@@ -56,17 +56,27 @@ IMPORTS = (
     "belayerd.worker.main",
     "vllm.v1.executor.uniproc_executor",
     "belayerd.worker.adapter.group",
-    "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.structured_output.backend_xgrammar",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.qwen3",
     "xgrammar",
-    "xgrammar.kernels.apply_token_bitmask_inplace_cpu",
     # What vLLM imports only when it builds an engine; seen as what a worker's sys.modules has and the zygote's had not.
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.v1.pool.flash_maxsim",
     "vllm.model_executor.layers.quantization.online.base",
 )
+
+
+CPU_IMPORTS = ("vllm.v1.attention.backends.cpu_attn", "xgrammar.kernels.apply_token_bitmask_inplace_cpu")
+
+# Of slots on a GPU (docs/h200.md). Read at import or by the driver's first call, both of which come later; the same
+# names as in adapter/gpu_worker, which looks at them again.
+GPU_ENVIRONMENT = {
+    "NCCL_GRAPH_REGISTER": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the owners' device 0 is this process's device 0
+}
+GPU_IMPORTS = ("belayerd.worker.adapter.gpu_attach", "belayerd.worker.adapter.gpu_worker")
 
 
 class Child(NamedTuple):
@@ -243,11 +253,17 @@ def import_engine(config: Config) -> float:
     watch = Stopwatch()
     try:
         import_module("belayerd.worker.adapter.checks").self_check()
-        for name in IMPORTS:
+        on_gpu = any(slot.device != "cpu" for slot in config.slot)
+        if on_gpu:
+            os.environ.update(GPU_ENVIRONMENT)
+            import_module("belayerd.worker.adapter.gpu_checks").self_check()
+        for name in (*IMPORTS, *(GPU_IMPORTS if on_gpu else CPU_IMPORTS)):
             import_module(name)
         preload = import_module("belayerd.worker.adapter.core").preload
         for slot in config.slot:
             preload(config.model_named(slot.model), slot, config.router)
+        if on_gpu and import_module("torch").cuda.is_initialized():
+            raise HostUnfit("importing vLLM has made a CUDA context: no child of this process could use the GPU")
     except ImportError as why:
         raise HostUnfit(f"vLLM cannot be imported: {why}", remedy="run `make setup`") from why
     return watch.ms()
@@ -275,13 +291,7 @@ def main() -> int:
 def _serve(config_path: Path | None, paths: Paths) -> int:
     logger = log.setup("zygote")
     config = load(config_path or paths.config)
-    on_gpu = [slot.name for slot in config.slot if slot.device != "cpu"]
-    if on_gpu:
-        raise HostUnfit(
-            f"slots {on_gpu} name a GPU: no worker of this build has ever run on one, and weights do not reach one",
-            kept="nothing was started",
-            remedy="docs/h200.md says what of the GPU path is built",
-        )
+    gpu_switch.refuse(config)
     lock = OnlyOne(paths.run, "zygote")
     ms = import_engine(config)
     threads = len(os.listdir("/proc/self/task"))

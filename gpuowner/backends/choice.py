@@ -3,6 +3,8 @@ starts."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from belayer.errors import HostUnfit, Refused
 from gpuowner.backends import oneshot
 from gpuowner.backends.cuda_vmm import CudaVmm
@@ -46,15 +48,17 @@ class CudaMaker:
         return self._memory.adopt(fd, nbytes)
 
 
-def maker_for(memory: str, kind: str, spec: str = REAL) -> Maker:
-    """Raises HostUnfit: no driver or device here, or a kind that this memory is not wired for."""
+def maker_for(memory: str, spec: str = REAL, devices: Collection[str] = ()) -> Maker:
+    """``devices``: of the slots, as configured. Raises HostUnfit: no driver or device here, or a slot on another device
+    than the first one, where an owner puts all of its memory."""
     if memory == MEMFD:
         return MemfdMaker()
-    oneshot.make(spec, 0, ())
-    if kind == "weights":
+    first = oneshot.make(spec, 0, ()).device
+    elsewhere = sorted({word for word in devices if word.lower() not in ("gpu", "gpu:0", f"gpu:{first}".lower())})
+    if elsewhere:
         raise HostUnfit(
-            "gpuowner does not load weights into GPU memory yet: its loader writes memfds",
+            f"slots are on {', '.join(elsewhere)}, and owners put weights and arenas on the first GPU, {first}",
             kept="nothing was started",
-            remedy='run slots on the CPU with memory = "memfd"; docs/h200.md says what of the GPU path is built',
+            remedy="put all slots on that one, or start the daemons with CUDA_VISIBLE_DEVICES naming the other",
         )
     return CudaMaker(CudaVmm(driver_for(spec)))

@@ -150,6 +150,9 @@ class CudaDriver:
     def copy_in(self, va: int, host: int, nbytes: int) -> None:
         self._call("cuMemcpyHtoD", va, host, nbytes)
 
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        self._call("cuMemcpyDtoD", to, source, nbytes)
+
     def launch(self, kernel: Kernel, blocks: int, threads: int, *args: int) -> None:
         values = tuple(args), (ctypes.c_uint64,) * len(args)
         function = self._function(kernel)

@@ -204,6 +204,11 @@ class CudaVmm:
         self._enter()
         self._driver.copy_in(va, host, nbytes)
 
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Between two mapped ranges of this process."""
+        self._enter()
+        self._driver.copy(to, source, nbytes)
+
     def launch(self, kernel: Kernel, blocks: int, threads: int, *args: int) -> None:
         self._enter()
         self._driver.launch(kernel, blocks, threads, *args)

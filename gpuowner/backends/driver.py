@@ -93,6 +93,9 @@ class Driver(Protocol):
 
     def copy_in(self, va: int, host: int, nbytes: int) -> None: ...
 
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        """Device to device, within this one."""
+
     def launch(self, kernel: Kernel, blocks: int, threads: int, *args: int) -> None: ...
 
     def synchronize(self) -> None: ...

@@ -207,6 +207,10 @@ class FakeDriver:
         self._context("cuMemcpyHtoD")
         ctypes.memmove(va, host, nbytes)
 
+    def copy(self, to: int, source: int, nbytes: int) -> None:
+        self._context("cuMemcpyDtoD")
+        ctypes.memmove(to, source, nbytes)
+
     def launch(self, kernel: Kernel, blocks: int, threads: int, *args: int) -> None:
         self._context("cuLaunchKernel")
         if not 0 < threads <= 1024 or blocks <= 0:

@@ -12,6 +12,7 @@ import fcntl
 import os
 
 from gpuowner import hugepages
+from gpuowner.digest import Told, default_threads, first_difference, nobody
 from gpuowner.vmem import MAP_NORESERVE, MAP_SHARED, PROT_READ, PROT_WRITE, Mapping
 
 F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # fcntl.h; in Python's fcntl only where the libc headers had them
@@ -79,6 +80,21 @@ class Memfd:
         """No write by anyone, through anything, ever. Raises OSError (EBUSY) while a writable mapping exists: that it
         succeeds is the proof that the writer has let go."""
         fcntl.fcntl(self.fd, F_ADD_SEALS, F_SEAL_WRITE)
+
+    def sealed_for_ever(self) -> bool:
+        return bool(self.seals() & F_SEAL_WRITE)
+
+    def difference(self, chunks: tuple[bytes, ...], told: Told = nobody) -> int | None:
+        """Hash everything; the first chunk that differs from its sha256, or None. Slow: for a thread."""
+        fd = self.reader_fd()
+        try:
+            mapping = Mapping(fd, self.nbytes, PROT_READ, MAP_SHARED | MAP_NORESERVE)
+        finally:
+            os.close(fd)
+        try:
+            return first_difference(mapping.buffer(), chunks, default_threads(), told)
+        finally:
+            mapping.close()
 
     def seals(self) -> int:
         return fcntl.fcntl(self.fd, F_GET_SEALS)

@@ -26,6 +26,10 @@ from gpuowner.backends.driver import driver_for
 
 _TREE = str(Path(__file__).resolve().parents[2])
 _MOST = 64  # allocations per child; the kernel carries at most 253 descriptors in a packet
+_CHILDREN = {
+    "gpuowner.backends.upload": "GPU memory was not filled (uploading child",
+    "gpuowner.backends.device_memory": "GPU memory was not read (verifying child",
+}
 _DEADLINE_S = 60.0  # cuInit of a machine with many GPUs takes seconds
 
 
@@ -56,7 +60,7 @@ def ask(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
-            child = _start(module, theirs.fileno(), arguments, keep)
+            child = start(module, theirs.fileno(), arguments, keep)
         try:
             return _receive(ours, child, count, deadline_s)
         finally:
@@ -66,14 +70,19 @@ def ask(
             child.stderr.close()
 
 
-def _start(module: str, channel: int, arguments: list[str], keep: tuple[int, ...]) -> subprocess.Popen[bytes]:
+def start(module: str, channel: int, arguments: list[str], keep: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    """``python -m MODULE CHANNEL ARGUMENTS...``, which inherits ``channel`` and ``keep``."""
     return subprocess.Popen(
         [sys.executable, "-m", module, str(channel), *arguments],
         pass_fds=(channel, *keep),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (_TREE, os.environ.get("PYTHONPATH"))))},
+        env={
+            **os.environ,
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # device 0 is what nvidia-smi calls 0
+            "PYTHONPATH": os.pathsep.join(filter(None, (_TREE, os.environ.get("PYTHONPATH")))),
+        },
     )
 
 
@@ -86,7 +95,7 @@ def _receive(
     except TimeoutError as why:
         raise HostUnfit(f"the child that allocates GPU memory did not answer in {deadline_s:g} s") from why
     if not data:
-        raise _said(child)
+        raise said(child)
     # Its exit comes before anything is used: what we hold must not depend on a process that might still be there.
     try:
         if len(fds) != count:
@@ -102,12 +111,15 @@ def _receive(
     return told, fds
 
 
-def _said(child: subprocess.Popen[bytes]) -> BelayerError:
+def said(child: subprocess.Popen[bytes]) -> BelayerError:
+    """Why a child has ended without its answer, in its own words."""
     assert child.stderr is not None
     words = child.stderr.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
     code = child.wait(_DEADLINE_S)
     kind = HostUnfit if code == 2 else Refused
-    return kind(f"no GPU memory (allocating child, exit {code}): {words[-1]}")
+    assert isinstance(child.args, list)
+    what = _CHILDREN.get(str(child.args[2]), "no GPU memory (allocating child")
+    return kind(f"{what}, exit {code}): {words[-1]}")
 
 
 def _run(channel: int, spec: str, device: int, wanted: tuple[int, ...]) -> None:

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from gpuowner.backends.sums import ChunkSum
+from gpuowner.digest import Told, nobody
 
 
 class Access(StrEnum):
@@ -58,6 +59,22 @@ class Allocation(Protocol):
         """A new descriptor for a reader; the caller closes it."""
 
     def close(self) -> None: ...
+
+
+class WeightsMemory(Allocation, Protocol):
+    """An allocation that holds a version of weights."""
+
+    def difference(self, chunks: tuple[bytes, ...], told: Told = nobody) -> int | None:
+        """Read all of it; index of the first chunk that is not what ``chunks`` say, or None. ``told`` hears how far.
+        Slow: for a thread."""
+
+    def prefault(self) -> None:
+        """Take now what a writer would otherwise get late, or otherwise. Raises HostUnfit."""
+
+    def seal_for_ever(self) -> None:
+        """No write by anyone from now on, where the memory can forbid it. Raises OSError: a writer is left."""
+
+    def sealed_for_ever(self) -> bool: ...
 
 
 class Maker(Protocol):

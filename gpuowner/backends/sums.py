@@ -7,13 +7,18 @@ corruption, not malice; sha256 (gpuowner.digest) stays what is published for byt
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from belayer.errors import WeightsBroken
+
 CHUNK = 64 << 20  # bytes
 WORD = 8
 _MASK = (1 << 64) - 1
+_PACKED = struct.Struct("<2Q")
 _BLOCK = 1 << 16  # words per step: the products stay in the cache
 
 
@@ -54,3 +59,16 @@ def first_difference(found: tuple[ChunkSum, ...], expected: tuple[ChunkSum, ...]
         if found[index : index + 1] != expected[index : index + 1]:
             return index
     return None
+
+
+def packed(sums: Iterable[ChunkSum]) -> tuple[bytes, ...]:
+    """As grants, commits and the ledger carry them in the place of sha256: 16 bytes for each chunk."""
+    return tuple(_PACKED.pack(*one) for one in sums)
+
+
+def unpacked(chunks: Iterable[bytes]) -> tuple[ChunkSum, ...]:
+    """Raises WeightsBroken for digests of another kind: they were taken of memory that the CPU reads."""
+    held = tuple(chunks)
+    if any(len(one) != _PACKED.size for one in held):
+        raise WeightsBroken("the digests are not sums of GPU memory", kept="nothing was compared")
+    return tuple(ChunkSum(*_PACKED.unpack(one)) for one in held)

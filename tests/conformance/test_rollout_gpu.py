@@ -31,12 +31,11 @@ from gpuowner.attach_gpu_weights import GpuWeights
 from gpuowner.backends.cuda_vmm import CudaVmm, DeviceBytes
 from gpuowner.backends.driver import DriverError, driver_for
 from gpuowner.backends.fake_vmm import used_bytes
-from gpuowner.backends.memfd import Memfd
 from gpuowner.backends.port import Access
 from gpuowner.backends.sums import ChunkSum
-from gpuowner.backends.upload import Uploaded, upload
 from tests.support import memory as support
 from tests.support.gpu_pools import GRAIN, TOTAL, allocate, assert_content, filled, fresh, release
+from tests.support.uploaded import Uploaded, upload
 
 SPEC = os.environ.get("BELAYER_TEST_DRIVER", f"fake:rowgpu{os.getpid()}:{TOTAL}")
 TIMES = 20
@@ -186,13 +185,11 @@ def sealed_weights() -> tuple[dict[str, o.TensorSpec], dict[str, torch.Tensor], 
         nbytes = tensors[name].numel() * 4
         specs[name] = o.TensorSpec(name=name, dtype="F32", shape=shape, offset=at, nbytes=nbytes, buffer=name == BUFFER)
         at += -(-nbytes // 256) * 256
-    source = Memfd("weights", at)
-    mapping = source.map_writable()
+    data = bytearray(at)
     for name, tensor in tensors.items():
         spec = specs[name]
-        mapping.buffer()[spec.offset : spec.offset + spec.nbytes] = tensor.numpy().tobytes()
-    source.seal_writes()
-    return specs, tensors, upload(SPEC, 0, source.reader_fd(), at)
+        data[spec.offset : spec.offset + spec.nbytes] = tensor.numpy().tobytes()
+    return specs, tensors, upload(SPEC, bytes(data))
 
 
 class Net(nn.Module):  # type: ignore[misc]

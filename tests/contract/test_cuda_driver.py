@@ -61,6 +61,7 @@ def test_without_a_driver_every_entry_refuses_in_a_sentence() -> None:
         lambda: driver.free_va(1, 1), lambda: driver.map(1, 1, 0, 1), lambda: driver.unmap(1, 1),
         lambda: driver.set_access(1, 1, 0, Access.READ), lambda: driver.enter(0), lambda: driver.has_context(0),
         lambda: driver.fill(1, 0, 1), lambda: driver.copy_out(1, 1, 1), lambda: driver.copy_in(1, 1, 1),
+        lambda: driver.copy(1, 1, 1),
         lambda: driver.launch(Kernel.SPIN, 1, 1, 1), driver.synchronize,
     ]  # fmt: skip
     for entry in entries:

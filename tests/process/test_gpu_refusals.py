@@ -16,6 +16,7 @@ from belayer import config as configs
 from belayer.errors import ConfigInvalid, HostUnfit, Refused
 from belayer.paths import Paths
 from belayer.procs import Cgroups, tag_of
+from belayerd.worker import gpu_switch
 from gpuowner.backends.choice import maker_for
 from tests.contract.test_memory_backend import no_gpu
 
@@ -78,6 +79,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(root: Path, d
         ("", "cuda_vmm", r"slot\[0\].device.*memory = \"memfd\""),
         ('device = "cuda:0"', "cuda_vmm", r"slot\[0\].device.*neither"),
         ('device = "gpu:1"\nkv_bytes = 3000000', "cuda_vmm", r"slot\[0\].kv_bytes.*multiple of 2097152"),
+        ('device = "gpu"\nkv_reuse = true', "cuda_vmm", r"slot\[0\].kv_reuse.*built for the CPU only"),
         ("", "cuda_ipc", r"gpuowner.memory"),
     ],
 )
@@ -90,13 +92,18 @@ def test_a_gpu_slot_can_be_written_down(tmp_path: Path) -> None:
     device = "gpu:GPU-12345678-1234-1234-1234-123456789abc"
     loaded = configs.load(write(tmp_path, f'device = "{device}"', "cuda_vmm"))
     assert loaded.slot[0].device == device
+    with pytest.raises(HostUnfit, match=r"slots \['slot0'\] name a GPU.*nothing was started.*docs/h200.md"):
+        gpu_switch.refuse(loaded)
+    gpu_switch.refuse(loaded, proven=True)
+    gpu_switch.refuse(configs.load(write(tmp_path, "", "memfd")))
 
 
 def test_what_of_the_gpu_path_is_not_wired_is_refused_by_name() -> None:
     spec = f"fake:choice{os.getpid()}:{1 << 26}"
-    with pytest.raises(HostUnfit, match="does not load weights into GPU memory yet"):
-        maker_for("cuda_vmm", "weights", spec)
-    maker = maker_for("cuda_vmm", "kv", spec)
+    for devices in ({"gpu:1"}, {"gpu", "gpu:GPU-12345678-1234-1234-1234-123456789abc"}):
+        with pytest.raises(HostUnfit, match=r"slots are on gpu:.*first GPU, GPU-fake-choice.*nothing was started"):
+            maker_for("cuda_vmm", spec, devices)
+    maker = maker_for("cuda_vmm", spec, {"gpu", "gpu:0", f"gpu:GPU-fake-choice{os.getpid()}"})
     assert maker.name == "cuda_vmm"
     with pytest.raises(Refused, match=r"whole granules.*nothing was allocated"):
         maker.create("kv-slot0-0", (2 << 20) + 1)

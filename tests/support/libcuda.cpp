@@ -126,6 +126,7 @@ CU cuMemSetAccess(uint64_t va, size_t size, const Access *desc, size_t count) {
 CU cuMemsetD8_v2(uint64_t va, unsigned char value, size_t n) { NEED_CONTEXT; memset((void *)va, value, n); return OK; }
 CU cuMemcpyDtoH_v2(void *host, uint64_t va, size_t n) { NEED_CONTEXT; memcpy(host, (void *)va, n); return OK; }
 CU cuMemcpyHtoD_v2(uint64_t va, const void *host, size_t n) { NEED_CONTEXT; memcpy((void *)va, host, n); return OK; }
+CU cuMemcpyDtoD_v2(uint64_t to, uint64_t va, size_t n) { NEED_CONTEXT; memcpy((void *)to, (void *)va, n); return OK; }
 
 CU cuModuleLoadData(void **module, const void *data) {
     NEED_CONTEXT; image = (const char *)data;
