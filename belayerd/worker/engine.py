@@ -35,6 +35,8 @@ from belayerd.worker.priority import come_back
 from belayerd.worker.ranks import whole_digest
 from belayerd.worker.standby import same_oracle, take_oracle
 from gpuowner.attach import ArenaView, WeightsView
+from gpuowner.attach_gpu import GpuArena
+from gpuowner.attach_gpu_weights import GpuWeightsView
 
 logger = structlog.get_logger(daemon="worker")
 
@@ -126,8 +128,8 @@ class Engine:
         core: Core,
         heart: Heart,
         standing: Standing,
-        weights: WeightsView,
-        arena: ArenaView,
+        weights: WeightsView | GpuWeightsView,
+        arena: ArenaView | GpuArena,
         vocab: int,
         reuse: Reuse | None = None,
         device: Device | None = None,

@@ -19,6 +19,7 @@ from belayerd.worker.adapter.weights import move_engine
 from belayerd.worker.heart import Heart
 from belayerd.worker.standby import take_oracle
 from gpuowner.attach import WeightsView
+from gpuowner.attach_gpu_weights import GpuWeightsView
 
 _VERIFY_S = 600.0  # of silence that is legal while all weights are hashed
 
@@ -27,7 +28,7 @@ class Following:
     """``paused``: no step may be taken, but for the oracle's, in which requests on board may take part: they are of the
     new weights already."""
 
-    def __init__(self, core: Core, heart: Heart, weights: WeightsView, vocab: int) -> None:
+    def __init__(self, core: Core, heart: Heart, weights: WeightsView | GpuWeightsView, vocab: int) -> None:
         self._core, self._heart, self._weights, self._vocab = core, heart, weights, vocab
         self.paused = False
 

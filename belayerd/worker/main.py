@@ -10,6 +10,7 @@ import os
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -21,13 +22,14 @@ from belayer.messages.worker import WorkerState
 from belayer.paths import Paths
 from belayerd.worker import rank, ranks
 from belayerd.worker.adapter import seat, weights
-from belayerd.worker.adapter.core import Core, engine_args
-from belayerd.worker.adapter.device import CpuDevice
+from belayerd.worker.adapter.core import Core
 from belayerd.worker.adapter.reuse import Reuse
 from belayerd.worker.engine import Engine, Line, Outbox, Standing
 from belayerd.worker.heart import Heart
+from belayerd.worker.placed import place
 from belayerd.worker.priority import step_aside, wait_aside
 from belayerd.worker.standby import take_oracle, warm_up
+from gpuowner.attach import ArenaView, WeightsView
 
 __all__ = ["run", "weights"]  # ``weights`` is imported for its effect: it registers the load format
 
@@ -48,7 +50,6 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     )
     heart = Heart(Beat(paths.heartbeat(worker_id)), slot.hang_limit_s)
     heart.announce("loading", slot.start_deadline_s)
-    device = CpuDevice()  # slots on a GPU are refused by the zygote (docs/h200.md)
     step_aside()
     standing, watch = Standing(worker_id=worker_id, slot=slot_name), Stopwatch()
 
@@ -59,12 +60,13 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
     if others.pids:
         others.watch(said)
     line = Line(paths.worker_sock(worker_id))
-    view, arena, verified = rank.attach(paths, worker_id, slot, 0)
+    device, view, arena, verified, args = place(paths, worker_id, slot, model, config.router)
     lap("attach")
     seat.take(
         seat.Seat(
-            weights=view,
-            arena=arena,
+            # A worker on a GPU finds its memory by its own seat (gpu_seat); of this one it takes the rest.
+            weights=cast(WeightsView, view),
+            arena=cast(ArenaView, arena),
             scheduled=heart.step_begins,
             stepped=heart.step_ends,
             ranks=others,
@@ -73,12 +75,13 @@ def run(worker_id: str, slot_name: str, config: Config, paths: Paths) -> None:
         )
     )
     torch.set_num_threads(slot.threads)
-    args = engine_args(model, slot, config.router)
     args.seed = seed
     outbox = Outbox(line, standing, heart)
     core = Core(args, outbox.send)
     core.model_executor.collective_rpc("assert_arena")
-    reuse = Reuse(core, arena.mapping.buffer_from(slot.kv_bytes)) if slot.kv_reuse else None
+    reuse = None
+    if slot.kv_reuse and isinstance(arena, ArenaView):  # on a GPU the configuration refuses it
+        reuse = Reuse(core, arena.mapping.buffer_from(slot.kv_bytes))
     core.after_step = reuse.after_step if reuse else core.after_step
     if others.pids:
         core.idle = core.model_executor.pulse

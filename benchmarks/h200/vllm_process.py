@@ -1,7 +1,8 @@
-"""``python -m benchmarks.h200.vllm_process MODEL``: one standby of Belayer's GPU worker, from attach to serving.
+"""``python -m benchmarks.h200.vllm_process``: one standby of Belayer's GPU worker, from attach to serving.
 
-It stands for a worker whose owners are in the same process (the daemons and their sockets are tested without a GPU).
-Written without a GPU and never run on one: an error here is a finding, not a surprise.
+Its owners are gpuowner's own daemons below BELAYER_ROOT, and its way to their memory is a worker's
+(adapter/gpu_attach); only belayerd and the zygote's fork are not here. Written without a GPU and never run on one: an
+error here is a finding, not a surprise.
 """
 
 from __future__ import annotations
@@ -12,31 +13,25 @@ import sys
 from pathlib import Path
 from typing import Any, cast
 
-from belayerd.worker.zygote import ENVIRONMENT
+from belayerd.worker.zygote import ENVIRONMENT, GPU_ENVIRONMENT
 
-os.environ.update({**ENVIRONMENT, "NCCL_GRAPH_REGISTER": "0"})  # read at import, which comes next
-
-import torch
+os.environ.update({**ENVIRONMENT, **GPU_ENVIRONMENT})  # read at import, which comes next
 
 from belayer.clock import Stopwatch
-from belayer.config import Model, Slot
-from belayer.messages import owner as o
-from belayerd.worker.adapter import checks, gpu_checks, gpu_loader, gpu_seat, seat
+from belayer.config import load
+from belayer.messages.owner import Role
+from belayer.paths import Paths
+from belayerd.worker.adapter import checks, gpu_attach, gpu_checks, gpu_loader, seat
 from belayerd.worker.adapter.core import Core
-from belayerd.worker.adapter.device import GpuDevice
 from belayerd.worker.adapter.gpu_engine import gpu_engine_args
 from belayerd.worker.adapter.gpu_standby import stand_by
 from belayerd.worker.standby import same_oracle, take_oracle, warm_up
 from benchmarks.h200.gauge import used
-from gpuowner import loader
-from gpuowner.attach_gpu import SCRATCH, GpuArena
-from gpuowner.attach_gpu_weights import GpuWeights
-from gpuowner.backends.cuda_vmm import CudaVmm
-from gpuowner.backends.driver import REAL, driver_for
-from gpuowner.backends.upload import upload
+from gpuowner.attach import OwnerClient
+from gpuowner.backends.driver import REAL
+from gpuowner.update import begin_update
 
 PARKS = 20
-KV_BYTES = 64 * SCRATCH
 __all__ = ["gpu_loader"]  # imported for its effect: it registers the load format
 
 
@@ -44,49 +39,23 @@ def say(**row: Any) -> None:
     print(json.dumps(row), flush=True)
 
 
-class Owner:
-    """What GpuArena asks of gpuowner@kv."""
-
-    def __init__(self, memory: CudaVmm) -> None:
-        self.arena = memory.create("kv", KV_BYTES)
-        self.welcome = o.Welcome(owner_generation=1, kind="kv", pid=os.getpid())
-
-    def call(self, message: Any, reply: Any) -> tuple[Any, tuple[int, ...]]:
-        if isinstance(message, o.OpenArena):
-            return None, (os.dup(self.arena.fd),)
-        return o.LeaseGrant(slot="slot0", epoch=message.epoch), (os.dup(self.arena.fd),)
-
-    def must_live(self) -> None:
-        """It lives as long as we do."""
-
-    def on_return(self, rejoin: Any) -> None:
-        """It does not return."""
-
-
 class Standby:
-    def __init__(self, folder: Path) -> None:
-        self.model = Model(name="model", path=str(folder), dtype="bfloat16")
-        self.slot = Slot(name="slot0", model="model", device="gpu", kv_bytes=KV_BYTES, block_size=16, max_num_seqs=8)
+    def __init__(self) -> None:
+        self.paths = Paths()
+        config = load(self.paths.config)
+        self.model, self.slot, self.router = config.model[0], config.slot[0], config.router
 
     def attach(self) -> None:
-        torch.cuda.set_device(0)
-        torch.zeros(1, device="cuda")  # torch's primary context, before any mapping
-        self.memory = CudaVmm(driver_for(REAL))
-        self.device = GpuDevice(self.memory)
-        loaded = loader.load("model", Path(self.model.path), "bfloat16", lambda *_: None)
-        made = upload(REAL, 0, loaded.memory.fd, loaded.memory.nbytes)
-        self.sums = made.sums
-        tensors = {spec.name: spec for spec in loaded.layout}
-        self.weights = GpuWeights(self.memory, made.memory.fd, made.memory.nbytes, made.sums, tensors)
+        self.device = gpu_attach.enter(self.slot)
+        self.weights, self.arena = gpu_attach.attach(self.paths, "standby", self.slot, self.device)
 
     def scratch(self) -> None:
-        self.arena = GpuArena(cast(Any, Owner(self.memory)), self.memory, "slot0", KV_BYTES)
-        gpu_seat.take(gpu_seat.GpuSeat(self.device, self.weights, self.arena, "gpu"))
+        """The arena's addresses lead to scratch since it was attached; vLLM's classes find the rest by this seat."""
         given = seat.Seat(cast(Any, self.weights), cast(Any, self.arena), lambda tokens: None, lambda: None)
         seat.take(given)
 
     def capture(self) -> None:
-        self.core = Core(gpu_engine_args(self.model, self.slot), lambda client, outputs: None)
+        self.core = Core(gpu_engine_args(self.model, self.slot, self.router), lambda client, outputs: None)
         self.core.model_executor.collective_rpc("assert_arena")
         self.core.set_weight_version("1")
         self.vocab = self.core.vllm_config.model_config.get_vocab_size()
@@ -124,15 +93,32 @@ class Standby:
             watch = Stopwatch()
             self.core.model_executor.collective_rpc("park")
             say(figure=["park", "ms", watch.ms()])
-        promoted = self.arena.promote(epoch=1)
+        self.arena.promote(self.arena.grant.epoch)
+        promoted = self.arena.promoted
+        assert promoted is not None
         say(figure=["promote: map", "ms", promoted.map])
         say(figure=["promote: zero", "ms", promoted.zero])
         self.core.reset_prefix_cache()
         self.core.model_executor.collective_rpc("unpark")
         self._oracle("on the leased arena the oracle is the same")
         say(figure=["probe", "ms", self.device.probe(2.0)])
-        self.weights.verify(self.sums)
-        say(check=["the owner's weights are as they were uploaded", True, ""])
+        self.weights.verify()
+        say(check=["the owner's weights are as they were sealed", True, ""])
+        self._follow()
+
+    def _follow(self) -> None:
+        """The same files as the next version: other memory at the same addresses, below captured graphs."""
+        client = OwnerClient(self.paths.owner_sock("weights"), Role.LOADER, "publisher", 600.0)
+        watch = Stopwatch()
+        with begin_update(client, self.model.name, mode="swap", whole=True) as update:
+            update.write_folder(Path(self.model.path))
+            update.commit()
+        say(figure=["publish: begin to sealed", "ms", watch.ms()])
+        watch = Stopwatch()
+        moved = self.core.model_executor.collective_rpc("follow_weights", args=(1,))[0]
+        say(figure=["follow", "ms", watch.ms()])
+        say(check=["the engine follows a swap", (moved.was, moved.now, moved.remapped) == (1, 2, True), str(moved)])
+        self._oracle("on the next version of the same bytes the oracle is the same")
 
     def _oracle(self, what: str) -> None:
         again, _ = take_oracle(self.core, self.vocab, 1)
@@ -143,7 +129,7 @@ class Standby:
 def main() -> None:
     checks.self_check()
     gpu_checks.self_check()
-    standby = Standby(Path(sys.argv[1]))
+    standby = Standby()
     standby.stand()
     standby.serve()
     sys.stdout.flush()

@@ -17,11 +17,13 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from belayer.errors import WeightsBroken
+from belayer.clock import Stopwatch
+from belayer.errors import BelayerError, WeightsBroken
 from belayer.messages.owner import TensorSpec
 from belayerd.worker.adapter.bound import Bound, Copied
 from belayerd.worker.adapter.gpu_seat import TensorOf, gpu_seat
-from gpuowner.attach_gpu_weights import GpuWeights
+from belayerd.worker.adapter.weights import Moved
+from gpuowner.attach_gpu_weights import GpuWeights, GpuWeightsView
 
 logger = structlog.get_logger(daemon="worker")
 
@@ -77,17 +79,34 @@ class GpuOwnerLoader(BaseModelLoader):
 
 def bind(model: nn.Module, weights: GpuWeights, tensor_of: TensorOf) -> Bound:
     """Point each parameter at its bytes; buffers that the files hold are copied. Raises WeightsBroken."""
-    views, nbytes, copies = 0, 0, []
+    views, nbytes = 0, 0
     for name, parameter in model.named_parameters():
         spec = _spec(weights, name, parameter)
         parameter.data = _view(weights, spec, parameter, tensor_of)
         views, nbytes = views + 1, nbytes + spec.nbytes
+    return Bound(views, nbytes, tuple(_fill_buffers(model, weights, tensor_of)))
+
+
+def _fill_buffers(model: nn.Module, weights: GpuWeights, tensor_of: TensorOf) -> list[Copied]:
+    copies = []
     for name, buffer in model.named_buffers():
         given = weights.tensors.get(name)
         if given is not None and given.buffer:
             buffer.copy_(_view(weights, _spec(weights, name, buffer), buffer, tensor_of))
             copies.append(Copied(name, given.nbytes, "the engine may write to it"))
-    return Bound(views, nbytes, tuple(copies))
+    return copies
+
+
+def follow(model: nn.Module, weights: GpuWeights, tensor_of: TensorOf) -> Moved:
+    """Move a built model to the owner's last version: verified, at the same addresses, its copies made anew. The caller
+    has stopped stepping. Raises as ``GpuWeightsView.follow``."""
+    if not isinstance(weights, GpuWeightsView):
+        raise BelayerError("this engine's weights do not come from an owner that could have another version")
+    watch, was = Stopwatch(), weights.grant.version
+    remapped = weights.follow()
+    copies = _fill_buffers(model, weights, tensor_of)
+    assert_inside(model, weights)
+    return Moved(was, weights.grant.version, remapped, len(copies), watch.ms())
 
 
 def assert_inside(model: nn.Module, weights: GpuWeights) -> None:

@@ -12,10 +12,11 @@ from vllm.platforms import current_platform
 from vllm.v1.worker.gpu_worker import Worker
 
 from belayer.errors import BelayerError, HostUnfit
-from belayerd.worker.adapter import gpu_sleep
+from belayerd.worker.adapter import gpu_loader, gpu_sleep
 from belayerd.worker.adapter.gpu_kv import AnswerKv
 from belayerd.worker.adapter.gpu_resume import GpuResumingRunner
 from belayerd.worker.adapter.gpu_seat import gpu_seat
+from belayerd.worker.adapter.weights import Moved
 
 # NCCL keeps addresses of captured graphs that are stale once their memory was parked, and hangs (conformance row 54).
 ENVIRONMENT = {"NCCL_GRAPH_REGISTER": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -69,6 +70,11 @@ class BelayerGpuWorker(Worker):
             cache = getattr(layer, "kv_cache", None)
             if isinstance(cache, torch.Tensor) and not arena.va <= cache.data_ptr() < arena.va + arena.nbytes:
                 raise BelayerError(f"the KV cache of {name} is not in the arena")
+
+    def follow_weights(self, threads: int) -> Moved:
+        """Move the model to the owner's last weight version; ``threads`` is for the CPU, a GPU sums by itself."""
+        seat = gpu_seat()
+        return gpu_loader.follow(self.model_runner.model, seat.weights, seat.tensor_of)
 
     def park(self) -> str:
         self.synchronize_device()
