@@ -39,12 +39,18 @@ class Host:
         build(root)
         self.env = {**os.environ, "LD_LIBRARY_PATH": str(root), "BELAYER_ROOT": str(root), "PYTHONPATH": str(TREE)}
         self.processes: list[subprocess.Popen[str]] = []
-        self.owner = self.start_owner()
+        self.owner = self.weights = self.start_owner()  # the weights owner is another one where a test starts it
 
     def run(self, *command: str, keep: tuple[int, ...] = ()) -> subprocess.Popen[str]:
+        return self._start("-m", *command, keep=keep)
+
+    def script(self, text: str, *args: str) -> subprocess.Popen[str]:
+        return self._start("-c", text, *args)
+
+    def _start(self, *command: str, keep: tuple[int, ...] = ()) -> subprocess.Popen[str]:
         with (self.root / "log").open("a") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", *command], env=self.env, text=True, cwd=self.root,
+                [sys.executable, *command], env=self.env, text=True, cwd=self.root,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, pass_fds=keep,
             )  # fmt: skip
         self.processes.append(process)
@@ -60,15 +66,16 @@ class Host:
         assert process.stdout.readline() == "standby\n", (self.root / "log").read_text()[-2000:]
         return process
 
-    def client(self) -> OwnerClient:
+    def client(self, kind: str = "kv") -> OwnerClient:
         def reach() -> OwnerClient | None:
-            assert self.owner.poll() is None, (self.root / "log").read_text()[-2000:]
+            owner = self.owner if kind == "kv" else self.weights
+            assert owner.poll() is None, (self.root / "log").read_text()[-2000:]
             try:
                 return OwnerClient(sock, m.Role.ADMIN, "belayerd")
             except DaemonUnreachable:
                 return None
 
-        sock = self.paths.owner_sock("kv")
+        sock = self.paths.owner_sock(kind)
         return eventually(reach, what="the owner answers")
 
     def arena(self) -> m.ArenaInfo:
