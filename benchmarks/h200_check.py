@@ -17,7 +17,7 @@ from pathlib import Path
 
 from belayer.clock import Stopwatch, monotonic
 from belayer.errors import BelayerError, HostUnfit
-from benchmarks.h200 import aftermath, failures, pack, stages, vllm_stage
+from benchmarks.h200 import aftermath, failures, pack, stages, vllm_stage, weights_stage
 from benchmarks.h200.bench import Bench
 from benchmarks.h200.plan import named
 from benchmarks.h200.record import Record, Stage, StageTimeout, within
@@ -36,6 +36,7 @@ WORK: dict[str, Work] = {
     "S4": failures.failures,
     "S5": aftermath.baselines,
     "S6": aftermath.owner_death,
+    "W1": weights_stage.weights,
     "S7": vllm_stage.worker,
 }
 WITH_MODEL = ("S0", "S7")  # an engine of vLLM takes its own minutes, and the whole card

@@ -20,6 +20,7 @@ WHEELS = {
     "msgspec": "msgspec>=0.18.6",
     "zmq": "pyzmq>=26",
     "rich": "rich>=13.7",
+    "structlog": "structlog>=24; the log of gpuowner itself (W1, S7)",
 }
 
 

@@ -64,8 +64,8 @@ class Shape:
 @dataclass(frozen=True)
 class Plan:
     """``tokens``: of the unfailed run that others are compared with; ``fault_at``, ``after``: tokens of a stream before
-    a fault and after it. ``faults``: kind -> how often. ``hang_s``: silence that counts as a hang. ``model``: a
-    Hugging Face folder for vLLM's engine (S7)."""
+    a fault and after it. ``model_bytes``: of the model that gpuowner itself loads (W1). ``faults``: kind -> how often.
+    ``hang_s``: silence that counts as a hang. ``model``: a Hugging Face folder for vLLM's engine (S7)."""
 
     fake: bool
     shape: Shape
@@ -78,6 +78,7 @@ class Plan:
     baselines: int
     overhead_s: float
     lifetime_bytes: int
+    model_bytes: int
     hang_s: float
     deadlines: dict[str, float]
     total_s: float
@@ -92,7 +93,7 @@ SHAPES = {
     "4b": Shape(36, 2560, 32, 8, 128, 9728, 151936, 8, 1024, "bfloat16"),
     "tiny": Shape(2, 64, 4, 2, 16, 128, 512, 2, 96, "float32"),
 }
-STAGES = ("S0", "T1", "S1", "S2", "S3", "S4", "S5", "S6", "S7")
+STAGES = ("S0", "T1", "S1", "S2", "S3", "S4", "S5", "S6", "W1", "S7")
 
 
 def real(shape: str, kv_gb: float) -> Plan:
@@ -111,8 +112,9 @@ def real(shape: str, kv_gb: float) -> Plan:
         baselines=3,
         overhead_s=5.0,
         lifetime_bytes=2 << 30,
+        model_bytes=2 << 30,
         hang_s=1.0,
-        deadlines={"S0": 15, "T1": 40, "S1": 60, "S2": 60, "S3": 60, "S4": 160, "S5": 120, "S6": 60, "S7": 300},
+        deadlines=dict(zip(STAGES, (15, 40, 60, 60, 60, 160, 120, 60, 90, 300), strict=True)),
         total_s=395.0,
     )
 
@@ -132,6 +134,7 @@ def fake() -> Plan:
         baselines=1,
         overhead_s=0.3,
         lifetime_bytes=2 * GRAIN,
+        model_bytes=CHUNK + GRAIN,
         hang_s=1.0,
         deadlines=dict.fromkeys(STAGES, 120.0),
         total_s=400.0,

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from benchmarks.h200.bench import TREE, Bench
+from belayer.clock import Stopwatch
+from benchmarks.h200.bench import Bench
+from benchmarks.h200.daemons import Daemons
 from benchmarks.h200.record import Stage
 from gpuowner.backends.driver import REAL
 
 VLLM = "0.32.0"  # belayerd.worker.adapter.checks
+CONFIG = """[gpuowner]
+memory = "cuda_vmm"
+[[model]]
+name = "model"
+path = "{model}"
+dtype = "bfloat16"
+[[slot]]
+name = "slot0"
+model = "model"
+device = "gpu"
+kv_bytes = 4294967296
+block_size = 16
+max_num_seqs = 8
+"""
 
 
 def cannot(spec: str, model: Path | None) -> str:
@@ -37,11 +52,25 @@ def worker(bench: Bench, stage: Stage) -> None:
     stage.skipped = cannot(bench.spec, model)
     if stage.skipped:
         return
-    env = {**os.environ, "PYTHONPATH": str(TREE), "BELAYER_ROOT": str(bench.folder)}
+    daemons = Daemons(bench.spec)
+    try:
+        daemons.paths.config.write_text(CONFIG.format(model=model))
+        watch = Stopwatch()
+        (row,) = daemons.start("weights").weights
+        stage.figure("owner started, model sealed", "ms", watch.ms())
+        stage.figure("files to sealed", "MB/s", row.load_mb_s)
+        daemons.start("kv")
+        _engine(bench, daemons, stage)
+    finally:
+        daemons.end()
+
+
+def _engine(bench: Bench, daemons: Daemons, stage: Stage) -> None:
     with (bench.folder / "processes.log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.h200.vllm_process", str(model)],
-            env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, cwd=bench.folder, text=True,
+            [sys.executable, "-m", "benchmarks.h200.vllm_process"],
+            env=daemons.env(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, cwd=bench.folder,
+            text=True,
         )  # fmt: skip
     try:
         _listen(process, stage)
