@@ -108,7 +108,8 @@ def owners(status: HostStatusReply) -> Group:
     head = table("owners", "kind", "pid", "gen", "clients", "a kill of it is outlived by")
     said = []
     for owner in status.owners:
-        row = (owner.kind, str(owner.pid), str(owner.owner_generation), str(owner.connections))
+        kind = owner.kind if owner.backend == "memfd" else f"{owner.kind} ({owner.backend})"
+        row = (kind, str(owner.pid), str(owner.owner_generation), str(owner.connections))
         head.add_row(*row, owner.store or f"nothing: {owner.store_reason}")
         said += [Text(f"lost: {sentence}", style="red") for sentence in owner.lost]
     allocations = table("memory", "what", "state", "at", "MiB there", "for")
