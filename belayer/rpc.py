@@ -41,6 +41,18 @@ def raise_if_error(reply: Any) -> Any:
     return reply
 
 
+def _packed(message: msgspec.Struct, path: Path) -> bytes:
+    """The server's socket would end the connection over more, and nobody would ever answer. Raises Refused."""
+    data = wire.encode(message)
+    if len(data) > wire.MAX_MESSAGE:
+        raise Refused(
+            f"{type(message).__name__} of {len(data)} bytes is over the {wire.MAX_MESSAGE} that {path} takes",
+            kept="it was not sent",
+            remedy="send less at once; large data goes in files",
+        )
+    return data
+
+
 class Server:
     """Answers ``union`` requests with ``handler``; a BelayerError becomes an ErrorReply, any other exception is a
     broken invariant and ends the daemon (the task group sees it)."""
@@ -110,12 +122,12 @@ class Client:
         if self._reader is None:
             self._reader = asyncio.create_task(self._receive())
         self._next += 1
-        call = self._next.to_bytes(8, "little")
+        call, sent = self._next.to_bytes(8, "little"), _packed(message, self._path)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._waiting[call] = future
         try:
             async with asyncio.timeout(timeout):
-                await self._socket.send_multipart([call, wire.encode(message)])
+                await self._socket.send_multipart([call, sent])
                 data = await future
         except TimeoutError as why:
             raise DaemonUnreachable(
@@ -190,11 +202,11 @@ class SyncClient:
     def _call(self, message: msgspec.Struct, reply: type[R], timeout: float, same_life: Callable[[], bool] | None) -> R:
         if self._socket.closed:
             raise DaemonUnreachable(f"this connection to {self._path} was closed", remedy="attach or create anew")
-        deadline = monotonic() + timeout
+        deadline, sent = monotonic() + timeout, _packed(message, self._path)
         self._next += 1
         call = self._next.to_bytes(8, "little")
         if self._socket.poll(int(timeout * 1000), zmq.POLLOUT):
-            self._socket.send_multipart([call, wire.encode(message)])
+            self._socket.send_multipart([call, sent])
             while (left := deadline - monotonic()) > 0:
                 if not self._socket.poll(int(min(left, _GLANCE_S) * 1000) + 1):
                     if same_life is not None and not same_life():

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-from belayer import clock
+from belayer import clock, wire
 from belayer.errors import BadMessage, BelayerError, ErrorCode, Refused, WorkerGone
 from belayerd.router import events as ev
 from belayerd.router import fidelity
@@ -18,6 +18,9 @@ from belayerd.router.heart import Heart
 from belayerd.router.local_heart import FRONT
 from belayerd.router.ticket import TICKET, Course, Ticket
 
+# What a front sends a worker, at most; beyond MAX_MESSAGE the worker's socket ends the link, and its main would be
+# taken for broken. The other half is for the tokens that go along when a request is resumed: up to 5 bytes each.
+MAX_BYTES = wire.MAX_MESSAGE // 2
 ADMIN_WAIT_S = 30.0  # how long an admin call waits for a worker while a slot is between two of them
 
 _PAUSING = {"pause_scheduler": True, "resume_scheduler": False}
@@ -43,6 +46,20 @@ class RouterFault(seam.GracefulHTTPError, seam.GenerationError):  # type: ignore
         super().__init__(f"{error.code}: {said}", status)
         self.status_code = status
         self.code = error.code
+
+
+class TooLarge(Refused):
+    """More than a worker takes in one message."""
+
+
+def _fitting(frames: Any) -> Any:
+    """``frames``, when they fit into one message to a worker. Raises TooLarge."""
+    size = sum(memoryview(frame).nbytes for frame in frames)
+    if size > MAX_BYTES:
+        raise TooLarge(
+            f"{size} bytes for an engine, and it takes {MAX_BYTES}", remedy="shorten the fields beside the prompt"
+        )
+    return frames
 
 
 def _said_s(method: str, args: Sequence[Any]) -> float:
@@ -123,7 +140,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         self._heart.add(
             ev.Add(
                 request_id=request.request_id,
-                frames=self._codec.encode(request),
+                frames=_fitting(self._codec.encode(request)),
                 external_id=request.external_req_id or "",
                 session=request.session_id or "",
                 continuable=fidelity.continuable(request),
@@ -178,11 +195,13 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
             calls = [self._call_utility_async(method, *args, engine=slot) for slot in slots]
             return list(await asyncio.gather(*calls))
         except BelayerError as error:
-            raise RouterFault(error) from error
+            raise RouterFault(
+                error, HTTPStatus.REQUEST_ENTITY_TOO_LARGE if isinstance(error, TooLarge) else None
+            ) from error
 
     async def _call_utility_async(self, method: str, *args: Any, engine: str) -> Any:
         call_id = 1 + secrets.randbits(62)  # all fronts of this router draw from one range
-        frames = self._codec.encode((self.client_index, call_id, method, args))
+        frames = _fitting(self._codec.encode((self.client_index, call_id, method, args)))
         output = await self._heart.call(engine, call_id, frames, _said_s(method, args))
         if output.failure_message is not None:
             raise seam.utility_failed(output.failure_message)
@@ -272,6 +291,8 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
 
     def refuse(self, request_id: str, error: BelayerError) -> None:
         status = HTTPStatus.CONFLICT if isinstance(error, Refused) else None
+        if isinstance(error, TooLarge):
+            status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
         self.outputs_queue.put_nowait(Failure(request_id, error, self._forget(request_id), status))
 
     def ready(self, payload: bytes) -> None:

@@ -28,7 +28,7 @@ def host() -> Iterator[RouterHost]:
         one = RouterHost.start(
             Path(root),
             ["s0"],
-            f"max_requests = {LIVE}\nread_deadline_s = 5.0\nmax_body_mb = 4\n"
+            f"max_requests = {LIVE}\nread_deadline_s = 5.0\nmax_body_mb = 24\n"
             "request_deadline_s = 60.0\nlink_silence_s = 120.0",
         )
         try:
@@ -106,6 +106,7 @@ BAD: dict[str, tuple[str, bytes, int]] = {
     "pooling": ("/pooling", body(input="x"), 404),
     "scores": ("/score", body(text_1="x", text_2="y"), 404),
     "tokens in: words": ("/inference/v1/generate", b'{"token_ids": ["a"], "sampling_params": {}}', 400),
+    "more than a worker takes in one message": ("/v1/completions", body(vllm_xargs={"a": "x" * (18 << 20)}), 413),
     "wish": ("/v1/completions", body(belayer_on_death="panic"), 400),
     "position": ("/v1/completions", body(belayer_position="here", request_id="x"), 400),
     "id a number": ("/v1/completions", body(request_id=5), 400),

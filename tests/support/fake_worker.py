@@ -94,6 +94,7 @@ class RecordedEngine:
         self.steps = 0
         self.socket = zmq.Context().socket(zmq.ROUTER)
         self.socket.set(zmq.ROUTER_HANDOVER, 1)
+        self.socket.set(zmq.MAXMSGSIZE, wire.MAX_MESSAGE)
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.RCVHWM, 0)
         self.socket.bind(args.endpoint)

@@ -26,6 +26,7 @@ from belayer.errors import (
     ErrorCode,
     Fenced,
     HostUnfit,
+    Refused,
     from_code,
 )
 from belayer.heartbeat import Beat, Watch
@@ -325,6 +326,22 @@ def test_garbage_frames_do_not_harm_the_server(tmp_path: Path) -> None:
         return await client.call(Ping(), Pong)
 
     assert serve(path, body).daemon == "test"
+
+
+def test_what_the_server_would_not_take_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    """Its socket ends the connection over it: nobody would ever answer."""
+    huge = Pong(daemon="x" * wire.MAX_MESSAGE, pid=1, instance="i1")
+
+    async def body(client: rpc.Client) -> str:
+        with pytest.raises(Refused, match=f"is over the {wire.MAX_MESSAGE}"):
+            await client.call(huge, Pong, 300.0)
+        alone = rpc.SyncClient(tmp_path / "s")
+        with pytest.raises(Refused, match="it was not sent"):
+            await asyncio.to_thread(alone.call, huge, Pong, 300.0)
+        alone.close()
+        return (await client.call(Ping(), Pong)).daemon
+
+    assert serve(tmp_path / "s", body) == "test"
 
 
 def test_a_daemon_that_is_down_is_unreachable_within_the_bound(tmp_path: Path) -> None:
