@@ -137,6 +137,12 @@ class DeviceOwners(Owners):
             return super().daemon("benchmarks.h200.owner_daemon", self.memory, *args)
         return super().daemon(module, *args)
 
+    def client(self, kind: str, role: o.Role = o.Role.WORKER, who: str = "test") -> OwnerClient:
+        """Patient: an update of device memory starts processes, which take their time on a busy host."""
+        made = OwnerClient(self.paths.owner_sock(kind), role, who, timeout=120.0)
+        self._clients.append(made)
+        return made
+
     def reader(self, mode: str, who: str = "reader") -> Reader:
         client = self.client("weights", who=who)
         client.keep(lambda said: None)
