@@ -25,6 +25,7 @@ from belayerd.router.events import Rows, Stop
 
 VERSION = 2
 SUFFIX = ".mpk"
+MOST_SEGMENTS = 512  # eight or so in a life; more are of many short lives, and all are read at the next start
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -90,9 +91,9 @@ class Journal:
     """The writer of one router life.
 
     ``live``: the records that a new segment begins with; however many they are, a segment takes as much again as its
-    share of ``max_bytes`` before the next one. A write that fails (disk full) is counted and closes the
-    segment; the next append tries a new one, so that streams never end for a disk. ``sync``: "finish" waits for the
-    disk before a finish is told, "always" before anything is.
+    share of ``max_bytes`` before the next one. A write that fails (disk full) is counted and taken back; the next
+    append tells all live requests again in the same segment, so that streams never end for a disk, and a full one does
+    not fill with segments. ``sync``: "finish" waits for the disk before a finish is told, "always" before anything is.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Journal:
         self._max_bytes = max_bytes
         self._segment_bytes = max(max_bytes // 8, 4096)
         self._fd = -1
+        self._behind = False  # the open segment lacks something of a live request
         self._size = self._head = 0  # bytes of the open segment, and of the live requests at its beginning
         self._number = 0
         self.failures = 0
@@ -123,45 +125,72 @@ class Journal:
         try:
             if self._fd < 0 or self._size - self._head >= self._segment_bytes:
                 self._rotate()
-            self._write(b"".join(map(_pair, records)))
+            self._write(records)
             if self._sync == "always" or (self._sync == "finish" and any(isinstance(r, Finish) for r in records)):
-                os.fdatasync(self._fd)
-                self.syncs += 1
+                self._wait()
         except OSError as why:
             self.failures += 1
             self.last_error = f"{self._folder}: {why.strerror}"
-            self.close()
+            self._behind = True
 
-    def _write(self, data: bytes) -> None:
-        view = memoryview(data)
+    def _write(self, records: Iterable[Record]) -> None:
+        """All of them or, when the disk does not take it all, nothing."""
+        again = self._live() if self._behind else ()
+        start = self._size
+        try:
+            self._put([*again, *records])
+        except OSError:
+            self._cut(start)
+            raise
+        self._behind = False
+
+    def _wait(self) -> None:
+        try:
+            os.fdatasync(self._fd)
+        except OSError:
+            self.close()  # nobody knows what of it is on the disk: the next append begins a new one
+            raise
+        self.syncs += 1
+
+    def _put(self, records: Iterable[Record]) -> None:
+        view = memoryview(b"".join(map(_pair, records)))
+        size = len(view)
         while view:
             done = os.write(self._fd, view)
             view = view[done:]
-        self._size += len(data)
-        self.bytes_total += len(data)
+        self._size += size
+        self.bytes_total += size
+
+    def _cut(self, size: int) -> None:
+        """Take back what was written in part: nothing may follow a torn record."""
+        try:
+            os.ftruncate(self._fd, size)
+        except OSError:
+            self.close()
 
     def _rotate(self) -> None:
         self.close()
         self._number += 1
         self._stamp = max(self._stamp, int(clock.wall() * 1e3))  # a clock that was set back must not reorder segments
         path = self._folder / f"{self._stamp:015d}-{self._instance}-{self._number:06d}{SUFFIX}"
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        self._size = 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._fd, self._size = os.open(path, flags, 0o600), 0
         head = Head(VERSION, self._instance, clock.wall())
         try:
-            self._write(b"".join(map(_pair, [head, *self._live()])))
+            self._put([head, *self._live()])
         except OSError:
+            self.close()
             path.unlink()  # the next append tries again: a full disk must not fill with beginnings
             raise
-        self._head = self._size
+        self._head, self._behind = self._size, False  # all that is live has been told
         self._trim(keep=path.name)
 
     def _trim(self, keep: str) -> None:
-        """Delete the oldest segments until the rest and one full new segment fit under the cap."""
+        """Delete the oldest segments until the rest and one full new segment fit under the caps."""
         rows = [(path, path.stat().st_size) for path in segments(self._folder) if path.name != keep]
         total = sum(size for _, size in rows) + self._head + self._segment_bytes
-        for path, size in rows:
-            if total <= self._max_bytes:
+        for at, (path, size) in enumerate(rows):
+            if total <= self._max_bytes and len(rows) - at < MOST_SEGMENTS:
                 return
             path.unlink(missing_ok=True)
             total -= size

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgpack
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from belayerd.router import events as ev
 from belayerd.router.core import Core, Limits
-from belayerd.router.journal import Add, Finish, Journal, Record, Tokens, segments
+from belayerd.router.journal import MOST_SEGMENTS, Add, Finish, Journal, Record, Tokens, segments
 from belayerd.router.journal_reader import read, records
 
 ROWS: list[Record] = [
@@ -153,19 +155,61 @@ def test_other_tokens_in_the_place_of_known_ones_still_replace_them(tmp_path: Pa
     assert [span[:3] for span in story.spans] == [(0, "s", 0), (3, "s", 1), (4, "s", 2)]
 
 
-def test_a_full_disk_does_not_fill_with_beginnings(tmp_path: Path) -> None:
-    writer = journal(tmp_path, ROWS[:2])
+@contextmanager
+def full_at(size: int) -> Iterator[None]:
+    """No file grows beyond so many bytes: the write that would is done in part, the next one fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        for _ in range(20):
-            writer.append(ROWS[:2])
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_does_not_fill_with_beginnings(tmp_path: Path) -> None:
+    writer = journal(tmp_path, ROWS[:2])
+    with full_at(100):
+        for _ in range(20):
+            writer.append(ROWS[:2])
     assert writer.failures == 20
     assert list(tmp_path.iterdir()) == []
     writer.append([ROWS[-1]])
     assert read(tmp_path).stories["r1"].reason == "error:incomplete", "what the full disk did not take is not made up"
+
+
+@pytest.mark.parametrize("open_before", [True, False], ids=["inside a segment", "at its beginning"])
+def test_a_full_disk_that_takes_beginnings_does_not_fill_with_them_either(tmp_path: Path, open_before: bool) -> None:
+    """The head and what is live still fit, what is new does not. Once there is room again, nothing live is missing."""
+    live: list[Record] = [Add("live", "x", (b"f",), 1.0, "mine", b"d", True)]
+    writer = journal(tmp_path, live)
+    if open_before:
+        writer.append(live)
+    with full_at(800):
+        for at in range(50):
+            tokens = tuple(range(100 * at, 100 * at + 100))
+            live.append(Tokens("live", 100 * at, tokens, "s", 0, "7"))
+            writer.append([live[-1], Add(f"r{at}", "", (b"f" * 900,), 1.0), Finish(f"r{at}", "stop", 0, 1.0)])
+    assert writer.failures == 50
+    assert len(segments(tmp_path)) <= 1
+    before = read(tmp_path)
+    assert before.damage == []
+    assert [one for one in before.stories if one != "live"] == []
+    writer.append([Tokens("live", 5000, (1, 2), "s", 0, "7")])
+    after = read(tmp_path)
+    assert after.damage == []
+    assert after.stories["live"].tokens == [*range(5000), 1, 2]
+    assert len(segments(tmp_path)) == 1
+
+
+def test_the_segments_of_many_short_lives_are_bounded(tmp_path: Path) -> None:
+    for _ in range(20):
+        journal(tmp_path).append(ROWS[-1:])
+    first = segments(tmp_path)[0]
+    for at in range(MOST_SEGMENTS):
+        first.with_name(f"{at:015d}-abcd-000001.mpk").write_bytes(first.read_bytes())
+    journal(tmp_path).append(ROWS[-1:])
+    assert len(segments(tmp_path)) == MOST_SEGMENTS
+    assert first in segments(tmp_path), "the oldest go"
 
 
 def test_segments_of_a_clock_that_was_set_back_come_after_those_before(tmp_path: Path) -> None:
