@@ -96,7 +96,8 @@ class Router(_Section, frozen=True, kw_only=True):
     """``journal_every``: tokens of one request between two journal records (the paper's k = 256).
     ``request_deadline_s``: how long an interrupted or new request may wait without a worker; ``silence_s``: how long a
     worker may have one without a word; ``link_silence_s``: how long a worker or a front may not answer;
-    ``read_deadline_s``: how long a client may take to send a request. ``journal_sync``: when the disk is waited for.
+    ``read_deadline_s``: how long a client may take to send a request; ``write_deadline_s``: how long it may take
+    nothing of an answer that waits for it. ``journal_sync``: when the disk is waited for.
     ``same_id``: a second request with the id of a running one is refused, or hears the same stream. ``on_death``: what
     becomes of requests whose worker dies and who say nothing. ``tool_parser``, ``reasoning_parser``: vLLM's names of
     them for this model ("": no tool calls, no reasoning). ``reasoning_start``, ``reasoning_end``: the text that opens
@@ -115,6 +116,7 @@ class Router(_Section, frozen=True, kw_only=True):
     silence_s: Positive = 300.0
     link_silence_s: Positive = 30.0
     read_deadline_s: Positive = 30.0
+    write_deadline_s: Positive = 900.0
     max_body_mb: PositiveInt = 64
     max_requests: PositiveInt = 4096
     deaths_per_request: PositiveInt = 2

@@ -67,6 +67,7 @@ class Front:
         seam.check()
         self._args = args or server_args(config)
         router = config.router
+        self._unread_s = router.write_deadline_s
         ports = {slot.url_port: slot.name for slot in config.slot if slot.url_port}
         self._bounds = Bounds(
             body_bytes=router.max_body_mb << 20,
@@ -131,7 +132,7 @@ class Front:
         app.add_exception_handler(RouterFault, answer_fault)
         started()  # the socket listens since preflight: from here on what is queued there gets answers
         how = {
-            "http": patient(self._bounds.body_s, self._heart.declined),
+            "http": patient(self._bounds.body_s, self._heart.declined, self._unread_s),
             "log_level": "warning",
             "access_log": False,
             "timeout_graceful_shutdown": int(GRACE_S),

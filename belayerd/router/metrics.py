@@ -60,7 +60,9 @@ class Metrics(Collector):
         mistakes = CounterMetricFamily("belayer_client_mistakes", "Answers 4xx", labels=["status"])
         for status, count in self._mistakes.items():
             mistakes.add_metric([str(status)], count)
-        declined = CounterMetricFamily("belayer_requests_declined", "Not let in, by reason", labels=["reason"])
+        declined = CounterMetricFamily(
+            "belayer_requests_declined", "Not let in, or cut off, by reason", labels=["reason"]
+        )
         # The guard and the core may refuse for the same reason: one row, or no scraper takes the page.
         for reason, count in (self._declined + Counter(self._core.counters.refused)).items():
             declined.add_metric([reason], count)
