@@ -4,10 +4,13 @@ Both are served by vLLM's own handlers, above the same engine as all routes. Wha
 not an error of their API: /v1/messages reads it as a chunk of a chat and tells what is wrong with that chunk, and
 /v1/responses has no event for it, breaks, and with it the connection. Here each ends by its own API's error event, with
 our code: ``event: error`` with an ``error`` object, and ``event: error`` with ``code`` and ``message``.
+
+/v1/messages also logs a traceback of every error that it answers, mistakes of clients too; other routes do not.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -16,13 +19,14 @@ import msgspec
 import vllm.entrypoints.openai.responses.serving as responses
 from openai.types.responses import ResponseErrorEvent
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMClientError
 
 from belayerd.router.answer import code_in, error_of_messages
 
 _ERROR = 'data: {"error"'
 _PLAIN = "server_error"  # the OpenAI code of what has none of ours
 
+_LOGS_ALL = "vllm.entrypoints.anthropic.api_router"
 _CONVERTER = "message_stream_converter"
 _IN_EVENTS = "_convert_generation_error_to_streaming_response"
 
@@ -39,12 +43,19 @@ def problems(messages: Any = AnthropicServingMessages, module: Any = responses) 
 
 def end_by_error(state: Any) -> None:
     """``state``: of vLLM's app, with its handlers made."""
+    logging.getLogger(_LOGS_ALL).addFilter(is_news)
     messages = state.anthropic_serving_messages
     if messages is not None:
         setattr(messages, _CONVERTER, _told_as_message(messages.message_stream_converter))
     if state.openai_serving_responses is not None:
         responses.StreamingResponsesResponse |= ResponseErrorEvent
         setattr(state.openai_serving_responses, _IN_EVENTS, as_event)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """False for the traceback of an error that has a name: it was answered by it, and counted."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, VLLMClientError | GenerationError | GracefulHTTPError)
 
 
 def as_event(error: GenerationError) -> str:

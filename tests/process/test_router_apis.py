@@ -225,3 +225,5 @@ def test_mistakes_are_4xx_and_no_failure(host: RouterHost, name: str) -> None:
     assert answer.json().get("type") == ("error" if path == MESSAGES else None)
     assert host.status().failed_total == failed
     assert host.metric(f'belayer_client_mistakes_total{{status="{status}"}}') == mistakes + 1
+    said = (host.root / "router.log").read_text()
+    assert "Traceback" not in said, "of errors that were told by name, here and in the tests before"
