@@ -175,6 +175,9 @@ class Link:
                 on_torn(self, why)
                 return
             on_output(self, stamp, frames[2:])
+            # What waits unread is there at once, without a turn of the loop: nobody else would have one, and who writes
+            # to the clients has it before the next message is looked for.
+            await asyncio.sleep(0)
 
     def _check(self, kind: bytes, frames: Sequence[Any]) -> Stamp:
         if kind != b"out" or len(frames) < 3:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,6 +140,37 @@ def test_tokens_come_through_and_an_abort_goes_out() -> None:
         assert [await sink.tokens.get(), await sink.tokens.get()] == [5, 6]
         scene.shell.abort(["r"])
         assert (await scene.worker.recv_multipart())[1:] == [b"abort", msgspec.msgpack.encode(("r",))]
+
+    play(story, sink)
+
+
+def test_a_backlog_of_a_worker_leaves_others_their_turns() -> None:
+    """As after a standstill. Who writes to the clients runs between two messages."""
+
+    class Counts(Heard):
+        turns = 0
+
+        def deliver(self, slot: str, generation: int, outputs: Outputs) -> None:
+            at.append(self.turns)
+            super().deliver(slot, generation, outputs)
+
+    sink, at = Counts(), list[int]()
+
+    async def turn() -> None:
+        while True:
+            sink.turns += 1
+            await asyncio.sleep(0)
+
+    async def story(scene: Scene) -> None:
+        await scene.join()
+        scene.shell.add(ev.Add("r", (b"frame",)))
+        assert (await scene.worker.recv_multipart())[1] == b"add"
+        turning = asyncio.create_task(turn())
+        for token in range(200):
+            await scene.say(ev.Item("r", (token,)))
+        assert [await sink.tokens.get() for _ in range(200)] == list(range(200))
+        turning.cancel()
+        assert all(later > sooner for sooner, later in itertools.pairwise(at))
 
     play(story, sink)
 
