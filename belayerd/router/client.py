@@ -150,6 +150,7 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
                 eager=bool(name) and self._codec.is_stream(params),
                 on_death=ticket.on_death,
                 pin=ticket.pin,
+                place=ticket.place,
             )
         )
 

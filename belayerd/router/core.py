@@ -11,6 +11,7 @@ An event that breaks the rules raises and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from belayer.errors import Refused, RequestUnknown
 from belayerd.router import events as ev
@@ -44,6 +45,7 @@ class Core(RemoteRules):
             ev.Paused: self._paused,
             ev.GivenUp: self._gave_up,
             ev.Recover: self._recover,
+            ev.StoodStill: self._stood_still,
             ev.Tick: self._tick,
         }
 
@@ -103,8 +105,9 @@ class Core(RemoteRules):
                 f"request id {event.name} is running already",
                 remedy="use another id; name a position to hear the running one; or set router.same_id",
             )
-        _check_position(event, len(running.tokens))
+        _check_position(event, running.told)
         running.readers.append(event.request_id)
+        running.told = len(running.tokens)
         self.reader_of[event.request_id] = running.request_id
         self.counters.attached += 1
         return [_replay(event.request_id, running)]
@@ -118,12 +121,15 @@ class Core(RemoteRules):
             )
         if past.digest != event.digest:
             raise _another(event)
-        _check_position(event, len(past.tokens))
+        _check_position(event, past.known)
         self.counters.replayed += 1
         if past.whole:
+            if past.known < len(past.tokens):
+                self.archive.put(replace(past, told=None))  # who asks is told all of it
             return [ev.Replay(event.request_id, past.tokens, past.rows, past.spans, past.reason, past.stop)]
         request = _request(event, now)
         _continue(request, past)
+        request.told = len(request.tokens)  # just below
         self._enter(request)
         out = story_of(request)
         out.append(_replay(event.request_id, request))
@@ -211,6 +217,8 @@ class Core(RemoteRules):
         if item.row:
             request.rows.append((len(request.tokens), item.row))
         request.tokens.extend(item.tokens)
+        if request.readers:
+            request.told = len(request.tokens)
         self._heard(request, now)
         slot.tokens_total += len(item.tokens)
         self.counters.tokens += len(item.tokens)
@@ -256,7 +264,7 @@ class Core(RemoteRules):
                 on_death=past.on_death,
             )
             _continue(request, past)
-            request.given = 1
+            request.given, request.told = 1, len(request.tokens)
             if past.spans:
                 home = past.spans[-1].slot
                 self.slots.setdefault(home, Slot(home, remote="/" in home))

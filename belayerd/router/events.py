@@ -58,7 +58,8 @@ class Add(Event, frozen=True, gc=False):
     that decides the answer. ``position``: the client repeats a request and has this many tokens of it; None: a new
     one. ``eager``: what is delivered must be on disk before (docs/adr/0011). ``pin``: the slot whose URL was used.
     ``origin``: the host that forwarded it, with the tokens that it has so far as ``prefix``: it stays on this host.
-    ``prefix_version``, ``prefix_digest``: the weights that made the last of them, and their bytes.
+    ``prefix_version``, ``prefix_digest``: the weights that made the last of them, and their bytes. ``place``: the room
+    that was kept for it when it was let in.
     """
 
     request_id: str
@@ -76,6 +77,7 @@ class Add(Event, frozen=True, gc=False):
     prefix: tuple[int, ...] = ()
     prefix_version: str = ""
     prefix_digest: str = ""
+    place: str = ""
 
 
 class Abort(Event, frozen=True, gc=False):
@@ -241,6 +243,13 @@ class Torn(Event, frozen=True, gc=False):
 
     slot: str
     worker_id: str
+
+
+class StoodStill(Event, frozen=True, gc=False):
+    """For so many seconds until now this router heard nobody, itself stopped or its host. Before anything that waits
+    unread is taken in."""
+
+    seconds: float
 
 
 class Tick(Event, frozen=True, gc=False):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from belayerd.router.shell import Shell, Sink
 _stamp: msgspec.msgpack.Decoder[FleetStamp] = msgspec.msgpack.Decoder(FleetStamp)
 _MARGIN = 16 << 20  # bytes of a message beyond the largest body that a client may send
 _QUESTIONS = 4  # that wait in a socket; more would only be late
+_BEATS_AT_ONCE = 2  # of our own; where more is missing between two looks, we stood still
 
 
 def fingerprint(model: Model, router: Router, version: str) -> str:
@@ -52,24 +53,32 @@ class Fleet:
     """Make it inside the running event loop; ``attach`` the shell; ``serve`` until cancelled; ``close``."""
 
     def __init__(
-        self, config: Config, pair: fleet_keys.Pair, life: Life, model: Model, mark: str, codec: Any, log: Any
-    ):
+        self,
+        config: Config,
+        pair: fleet_keys.Pair,
+        life: Life,
+        model: Model,
+        mark: str,
+        codec: Any,
+        full: Callable[[], bool],
+        log: Any,
+    ) -> None:
+        """``mark``: the fingerprint of the model; ``full``: whether as many requests are live here as may be."""
         self._config, self._fleet, self._pair, self._life, self._log = config, config.fleet, pair, life, log
         self._model, self._mark = model, mark
         self._length = min(slot.max_model_len for slot in config.slot)
         self._capacity = {slot.name: slot.max_num_seqs for slot in config.slot}
         self._max_bytes = (config.router.max_body_mb << 20) + _MARGIN
+        gap_s = _BEATS_AT_ONCE * self._fleet.beat_s
         self.core = FleetCore(
             {peer.name: peer.address for peer in config.peer},
             Fit(model.name, mark, self._length),
-            Bounds(self._fleet.slow_s, self._fleet.lost_s),
+            Bounds(self._fleet.slow_s, self._fleet.lost_s, gap_s),
         )
         folder = Path(self._fleet.keys)
         self._servers = {peer.name: fleet_keys.key_of(folder, peer.name) for peer in config.peer}
         self.door = Door(self._fleet.listen, folder, pair, self._max_bytes, self._fleet.lost_s, log)
-        self.host = HostSide(
-            self.door, Guests(self._fleet.orphan_s), codec, self._slots, mark, config.router.max_requests, log
-        )
+        self.host = HostSide(self.door, Guests(self._fleet.orphan_s, gap_s), codec, self._slots, mark, full, log)
         self._context = zmq.asyncio.Context()
         self._ways = {name: self._way(name) for name in self.core.peers}
         self._shell: Shell

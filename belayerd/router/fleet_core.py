@@ -7,12 +7,14 @@ none: its requests go on elsewhere with the tokens that came.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from belayer.messages.fleet import Life, RemoteSlot, Slots
 from belayerd.router import events as ev
+from belayerd.router.attention import Attention
 from belayerd.router.records import SlotState
 
 _HINT_S = 15.0  # what was wrong with the way to a peer; older, it may be wrong no more
@@ -40,10 +42,12 @@ PEER_NEXT: dict[PeerState, frozenset[PeerState]] = {
 @dataclass(frozen=True, slots=True)
 class Bounds:
     """Seconds by this host's monotonic clock. ``slow_s``: an answer later than that, or owed for that long, stops new
-    requests; ``lost_s``: no answer for that long, and the peer is given up."""
+    requests; ``lost_s``: no answer for that long, and the peer is given up. ``gap_s``: how much of the time between two
+    looks counts, since a host that stood still heard nobody."""
 
     slow_s: float = 1.0
     lost_s: float = 5.0
+    gap_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class FleetCore:
     def __init__(self, peers: Mapping[str, str], fit: Fit, bounds: Bounds) -> None:
         self.peers = {host: Peer(host, address) for host, address in peers.items()}
         self._fit, self._bounds = fit, bounds
+        self._attention = Attention(bounds.gap_s)
         self._epochs: dict[str, int] = {}
         self.stale = 0  # answers that came after their deadline, or from an earlier life
 
@@ -102,7 +107,15 @@ class FleetCore:
         """Why no question gets to the peer: what the way to it shows while it is silent."""
         self.peers[host].hint = (why, now)
 
+    def _look(self, now: float) -> None:
+        """Silence counts while we listened. The age of what an answer says counts in any case: see ``answered``."""
+        if missed := self._attention.missed(now):
+            for peer in self.peers.values():
+                if peer.heard_at is not None:
+                    peer.heard_at += missed
+
     def tick(self, now: float, standing: Mapping[str, SlotState]) -> Told:
+        self._look(now)
         told: Told = []
         for peer in self.peers.values():
             if peer.state in (PeerState.UP, PeerState.SLOW) and peer.heard_at is not None:
@@ -116,6 +129,7 @@ class FleetCore:
         return told
 
     def answered(self, host: str, said: Slots, now: float, standing: Mapping[str, SlotState]) -> Told:
+        self._look(now)
         peer = self.peers[host]
         asked_at = peer.asked.get(said.number)
         if asked_at is None or now - asked_at >= self._bounds.lost_s:

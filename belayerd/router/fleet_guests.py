@@ -6,11 +6,13 @@ loses what runs for it, since its host goes on with it elsewhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from belayer.errors import Fenced, Refused
 from belayer.messages.fleet import Greeting, Life
+from belayerd.router.attention import Attention
 
 Key = tuple[str, int, str]  # host, its front, slot of ours
 
@@ -34,8 +36,9 @@ class GuestLink:
 
 
 class Guests:
-    def __init__(self, orphan_s: float) -> None:
-        self._orphan_s = orphan_s
+    def __init__(self, orphan_s: float, gap_s: float = math.inf) -> None:
+        """``gap_s``: how much of the time between two looks counts as silence of a peer."""
+        self._orphan_s, self._attention = orphan_s, Attention(gap_s)
         self._links: dict[Key, GuestLink] = {}
         self._by_route: dict[bytes, GuestLink] = {}
         self._lives: dict[str, Life] = {}
@@ -70,6 +73,7 @@ class Guests:
     ) -> tuple[GuestLink, list[str]]:
         """The link that says hello, and the requests that end with this: those of the link whose place it takes.
         Raises Fenced for an older life of the host, or an older epoch of the link."""
+        self._look(now)
         self.alive(host, greeting.life)
         key = (host, greeting.front, greeting.slot)
         old = self._links.get(key)
@@ -103,8 +107,14 @@ class Guests:
         ended, link.live = list(link.live), {}
         return ended
 
+    def _look(self, now: float) -> None:
+        if missed := self._attention.missed(now):
+            for link in self._links.values():
+                link.heard_at += missed
+
     def silent(self, now: float) -> list[GuestLink]:
-        """Links that said nothing for longer than their bound."""
+        """Links that said nothing for longer than their bound, while we listened."""
+        self._look(now)
         return [link for link in self._links.values() if now - link.heard_at >= self._orphan_s]
 
     def come(self, link: GuestLink, request_id: str, tokens: int) -> bool:

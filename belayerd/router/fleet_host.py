@@ -24,11 +24,19 @@ class HostSide:
     """Hears peers by the door, gives their requests to the shell, and is the sink of what comes out."""
 
     def __init__(
-        self, door: Door, guests: Guests, codec: Any, slots: Callable[[int], Slots], mark: str, most: int, log: Any
+        self,
+        door: Door,
+        guests: Guests,
+        codec: Any,
+        slots: Callable[[int], Slots],
+        mark: str,
+        full: Callable[[], bool],
+        log: Any,
     ) -> None:
-        """``mark``: the fingerprint of this host's model; links for another are refused."""
+        """``mark``: the fingerprint of this host's model; links for another are refused. ``full``: whether as many
+        requests are live here as may be."""
         self.guests, self._mark = guests, mark
-        self._door, self._codec, self._slots, self._most, self._log = door, codec, slots, most, log
+        self._door, self._codec, self._slots, self._full, self._log = door, codec, slots, full, log
         self._ready: dict[str, bytes] = {}  # slot -> what its last worker said when it was ready
         self._shell: Shell
 
@@ -101,8 +109,8 @@ class HostSide:
         try:
             if self.guests.come(link, request_id, len(prefix)):
                 self._shell.abort([request_id])
-            if len(self._shell.core.requests) >= self._most:
-                raise Refused(f"{self._most} requests are live on that host")
+            if self._full():
+                raise Refused("router.max_requests are live on that host")
             self._shell.add(
                 ev.Add(
                     request_id=request_id,

@@ -51,6 +51,7 @@ class Side:
     added: int = 0
     given_up: bool = False
     why: str = ""  # it was given up
+    places: set[str] = field(default_factory=set)  # kept for requests that it has let in and not given yet
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     aborting: dict[int, asyncio.Future[int]] = field(default_factory=dict)  # how many it has ended, by question
 
@@ -103,6 +104,8 @@ class FrontDoor:
         for future in side.aborting.values():
             if not future.done():
                 future.set_result(0)
+        for place in side.places:
+            self._heart.leave(place)
         readers = [reader for reader, front in self._readers.items() if front == identity]
         for reader in readers:
             del self._readers[reader]
@@ -152,6 +155,10 @@ class FrontDoor:
             case b"count":
                 self._heart.declined.update(_reasons.decode(rest[0]))
                 self._heart.mistakes.update(_statuses.decode(rest[1]))
+            case b"leave":
+                place = rest[0].decode()
+                side.places.discard(place)
+                self._heart.leave(place)
             case b"aborted":
                 future = side.aborting.get(_numbers.decode(rest[0]))
                 if future is not None and not future.done():
@@ -175,6 +182,8 @@ class FrontDoor:
         side.added += 1
         self._readers[event.request_id] = identity
         self._heart.add(event)
+        if not self._heart.holds(event.place):
+            side.places.discard(event.place)
 
     def _run(self, identity: bytes, side: Side, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -203,6 +212,8 @@ class FrontDoor:
         match question:
             case fw.Full():
                 return await self._heart.full()
+            case fw.Admit():
+                return await self._admit(identity, question)
             case fw.KnownId():
                 return await self._heart.known(question.names)
             case fw.Serving():
@@ -217,6 +228,12 @@ class FrontDoor:
                 return self.scrape()
             case fw.AbortElsewhere():
                 return await self._abort_elsewhere(identity, question.names)
+
+    async def _admit(self, identity: bytes, asked: fw.Admit) -> bool:
+        if identity not in self.sides or not await self._heart.admit(asked.place, asked.count):
+            return False
+        self.sides[identity].places.add(asked.place)  # nothing has run between: a local heart does not wait
+        return True
 
     async def _abort_elsewhere(self, asking: bytes, names: Sequence[str] | None) -> int:
         """A front that dies meanwhile has ended all of its own; see ``lost``."""

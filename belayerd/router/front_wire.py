@@ -1,7 +1,7 @@
 """What a front in a process of its own and the router say to each other: ipc ZeroMQ below run/, MessagePack frames.
 
 front -> router   hello | serving | add, Add | abort, ids, left | ask, number, Question, frames.. | heard, bytes |
-                  count, {declined}, {mistakes} | aborted, number, how many
+                  count, {declined}, {mistakes} | aborted, number, how many | leave, place
 router -> front   welcome, ready info | ready, ready info | out, (slot, generation), outputs.. | replay, Replay |
                   cut, reader | fail, Failed | answer, number, value, frames.. | sorry, number, ErrorReply |
                   beat, bytes | abort, number, names
@@ -29,6 +29,11 @@ class Question(msgspec.Struct, frozen=True, tag=True):
 
 class Full(Question, frozen=True, tag=True):
     pass
+
+
+class Admit(Question, frozen=True, tag=True):
+    place: str
+    count: int
 
 
 class KnownId(Question, frozen=True, tag=True):
@@ -86,7 +91,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 questions: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
-    Full | KnownId | Serving | Slots | Call | Pausing | Scrape | AbortElsewhere
+    Full | Admit | KnownId | Serving | Slots | Call | Pausing | Scrape | AbortElsewhere
 )
 _adds: msgspec.msgpack.Decoder[ev.Add] = msgspec.msgpack.Decoder(ev.Add)
 _replays: msgspec.msgpack.Decoder[ev.Replay] = msgspec.msgpack.Decoder(ev.Replay)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,10 @@ WHOLE = {"/v1/responses", "/v1/messages"}
 ADMITTED = {*NAMES, *WHOLE, "/v1/chat/completions/batch", "/pooling", "/v1/embeddings"}
 _MAX_ID = 256
 _DISCARD, _DISCARD_S = 256 << 20, 5.0  # bytes, seconds
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # vLLM says what is wrong with it
+_SMALL = 64 << 10  # bytes of a body that may be read before there is room for its requests; uvicorn reads as many
+# Bodies of which more than one request may become. Others are not read twice.
+_SEVERAL = re.compile(rb'"n"\s*:|"prompt"\s*:\s*\[\s*["\[{]|"messages"\s*:\s*\[\s*\[')
 
 
 class Extras(msgspec.Struct):
@@ -60,19 +65,27 @@ class _Shape(msgspec.Struct):
 
     n: int | None = None
     prompt: Any = None
+    messages: Any = None
     thinking_token_budget: Any = None
     sampling_params: _Params | None = None
     thinking: _Thinking | None = None
 
-    def is_one_stream(self) -> bool:
+    def requests(self) -> int:
+        """How many it becomes: one for each choice of each prompt (or conversation)."""
         params = self.sampling_params or _Params()
-        several = isinstance(self.prompt, list) and len(self.prompt) > 1 and not isinstance(self.prompt[0], int)
-        return not several and (self.n or 1) == 1 and (params.n or 1) == 1
+        several = self.messages if _is_list_of(list, self.messages) else self.prompt
+        prompts = len(several) if isinstance(several, list) and not _is_list_of(int, several) else 1
+        return max(1, prompts) * max(1, self.n or 1) * max(1, params.n or 1)
 
     def thinks(self) -> bool:
         params = self.sampling_params or _Params()
         asked = self.thinking is not None and self.thinking.type == "enabled"
         return asked or (self.thinking_token_budget, params.thinking_token_budget) != (None, None)
+
+
+def _is_list_of(kind: type, what: Any) -> bool:
+    """By its first element."""
+    return isinstance(what, list) and bool(what) and isinstance(what[0], kind)
 
 
 class Declined(Exception):
@@ -110,6 +123,13 @@ class Guard:
         pin = self._bounds.ports.get((scope.get("server") or ("", 0))[1] or 0, "")
         ticket = Ticket(pin=pin, of_messages=is_messages(scope["path"]), whole=scope["path"] in WHOLE)
         try:
+            await self._serve(scope, receive, send, ticket)
+        finally:
+            if len(ticket.readers) < ticket.places:
+                self._heart.leave(ticket.place)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, ticket: Ticket) -> None:
+        try:
             headers = dict(scope["headers"])
             if scope["method"] == "POST":
                 receive = await self._checked(scope, headers, receive, ticket)
@@ -129,13 +149,8 @@ class Guard:
 
     async def _checked(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, ticket: Ticket) -> Receive:
         path = scope["path"]
-        if path in ADMITTED and await self._heart.full():
-            raise Declined(
-                429,
-                "too_many_requests",
-                f"{self._bounds.requests} requests are live; send it again later",
-                {"retry-after": str(RETRY_AFTER_S)},
-            )
+        if path in ADMITTED and not _is_small(headers) and await self._heart.full():
+            raise self._too_many()  # before it is kept here
         body = await self._read(headers, receive)
         ticket.tokens_out = path == TOKENS_OUT
         if path in ADMITTED:
@@ -144,6 +159,8 @@ class Guard:
             await self._extras(path, headers, body, ticket)
         elif path in WHOLE:
             self._wishes(path, read_extras(headers, body), ticket)
+        if path in ADMITTED and not ticket.attaches:
+            await self._admit(body, ticket)
         told = False
 
         async def again() -> Message:
@@ -154,6 +171,21 @@ class Guard:
             return {"type": "http.request", "body": whole, "more_body": False}
 
         return again
+
+    async def _admit(self, body: bytes, ticket: Ticket) -> None:
+        """Room for all that it becomes, counted where the requests of all fronts are, until each of them is there: of a
+        burst just so many are let in."""
+        count, most = _shape(body).requests() if _SEVERAL.search(body) else 1, self._bounds.requests
+        if count > most:
+            raise Declined(400, "bad_request", f"it asks for {count} answers at once, router.max_requests is {most}")
+        place = secrets.token_hex(8)
+        if not await self._heart.admit(place, count):
+            raise self._too_many()
+        ticket.place, ticket.places = place, count
+
+    def _too_many(self) -> Declined:
+        said = f"{self._bounds.requests} requests are live; send it again later"
+        return Declined(429, "too_many_requests", said, {"retry-after": str(RETRY_AFTER_S)})
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
         limit = self._bounds.body_bytes
@@ -202,8 +234,8 @@ class Guard:
             ticket.named, ticket.own, ticket.inside = True, extras.request_id, inside(path, extras.request_id)
         ticket.position, ticket.on_death = extras.belayer_position, extras.belayer_on_death
         if extras.request_id is not None or ticket.position is not None:
-            ticket.repeats = await self._check_id(NAMES[path].format(extras.request_id), extras)
-        if ticket.position and not _shape(body).is_one_stream():
+            ticket.repeats, ticket.attaches = await self._check_id(NAMES[path].format(extras.request_id), extras)
+        if ticket.position and _shape(body).requests() != 1:
             raise Declined(409, "refused", "only a request with one prompt and n=1 has a position; ask for position 0")
 
     def _check_thinking(self, body: bytes) -> None:
@@ -222,21 +254,21 @@ class Guard:
             raise Declined(409, "refused", f"{path} has no word for an answer that was cut short; wish for error there")
         ticket.on_death = extras.belayer_on_death
 
-    async def _check_id(self, name: str, extras: Extras) -> bool:
-        """What can be said before vLLM has read the body; the core checks again, with the content. True when a request
-        of this name is known."""
+    async def _check_id(self, name: str, extras: Extras) -> tuple[bool, bool]:
+        """What can be said before vLLM has read the body; the core checks again, with the content. Whether a request of
+        this name is known, and whether it runs."""
         known = await self._heart.known((name, f"0_{name}"))  # the second is the first of several choices
         if extras.belayer_position is None:
             if known.heard and self._bounds.same_id is SameId.REFUSE:
                 said = f"request id {extras.request_id} is running already; name a position to hear it"
                 raise Declined(409, "refused", said)
-            return known.running
+            return known.running, known.running
         if extras.belayer_position < 0:
             raise Declined(400, "bad_request", "a position is 0 or more")
         said = f"no request with id {extras.request_id or '(none given)'} is known"
         if extras.request_id is not None and known.tokens >= 0:
             if extras.belayer_position <= known.tokens:
-                return True
+                return True, known.running
             said = f"request {extras.request_id} has {known.tokens} known tokens"
         raise Declined(404, "request_unknown", f"{said}; send it without a position")
 
@@ -249,10 +281,15 @@ def inside(path: str, own: str) -> re.Pattern[str]:
     return re.compile(rf"(?<!\w)(?:\d+_)?{name}(?:-[0-9a-f]{{8}})?(?!\w)")
 
 
+def _is_small(headers: Mapping[bytes, bytes]) -> bool:
+    length = headers.get(b"content-length", b"")
+    return length.isdigit() and int(length) <= _SMALL
+
+
 def _shape(body: bytes) -> _Shape:
     try:
         return msgspec.json.decode(body, type=_Shape)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except _UNREADABLE:
         return _Shape()
 
 
@@ -264,7 +301,7 @@ def read_extras(headers: Mapping[bytes, bytes], body: bytes) -> Extras:
             extras = msgspec.json.decode(body, type=Extras)
         except msgspec.ValidationError as why:
             raise Declined(400, "bad_request", f"the body: {why}") from why
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except _UNREADABLE:
             return extras
     named = headers.get(b"x-request-id")
     position = headers.get(b"x-belayer-position")

@@ -18,8 +18,8 @@ from belayerd.router import events as ev
 
 
 class Known(msgspec.Struct, frozen=True):
-    """What is known of a client's id. ``heard``: somebody hears the running request. ``tokens``: how many it has,
-    -1: there is none."""
+    """What is known of a client's id. ``heard``: somebody hears the running request. ``tokens``: the highest
+    position from which the rest may be asked for, -1: there is none."""
 
     running: bool = False
     heard: bool = False
@@ -39,7 +39,13 @@ class Heart(Protocol):
     def abort(self, request_ids: Iterable[str], left: bool = True) -> None: ...
 
     async def full(self) -> bool:
-        """True while as many requests are live, over all fronts, as may be."""
+        """True while as many requests are live or let in, over all fronts, as may be."""
+
+    async def admit(self, place: str, count: int) -> bool:
+        """Keep room for so many requests under a name of the caller's; False when there is less. Each ``add`` that
+        names the place takes one; ``leave`` gives back what nobody took."""
+
+    def leave(self, place: str) -> None: ...
 
     async def known(self, names: Sequence[str]) -> Known:
         """Of the first of these names that is running; else of the first that ended and can be asked for."""

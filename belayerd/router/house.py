@@ -65,7 +65,8 @@ class House:
         sink: Sink = self.heart
         if pair is not None and life is not None:
             model = one_model(config)
-            self.fleet = Fleet(config, pair, life, model, fingerprint(model, router, seam.VERSION), codec, log)
+            mark = fingerprint(model, router, seam.VERSION)
+            self.fleet = Fleet(config, pair, life, model, mark, codec, self.heart.is_full, log)
             sink = self.fleet.sink(sink)
         self.shell = Shell(self.core, book, codec, sink, FRONT, log)
         self.shell.link_silence_s = router.link_silence_s

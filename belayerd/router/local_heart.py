@@ -26,6 +26,8 @@ class LocalHeart:
         self.mistakes: Counter[int] = Counter()
         self._calls: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # call id -> slot, answer
         self._paused: set[str] = set()  # slots that a trainer has paused
+        self._places: dict[str, int] = {}  # of requests that were let in and are not here yet, by their name
+        self._kept = 0  # sum of these
         self.first_ready: bytes | None = None
         self._shell: Shell
         self._ears: Ears
@@ -37,6 +39,7 @@ class LocalHeart:
     # -- what a front end asks --------------------------------------------------------------------------------
 
     def add(self, event: ev.Add) -> None:
+        self._take(event.place)
         try:
             self._shell.add(event)
         except BelayerError as error:
@@ -48,16 +51,40 @@ class LocalHeart:
         self._shell.abort(request_ids, left)
 
     async def full(self) -> bool:
-        return len(self._shell.core.requests) >= self._most
+        return self.is_full()
+
+    def is_full(self, by: int = 1) -> bool:
+        """True when ``by`` more would be too many. One place counts for all fronts and all hosts."""
+        return len(self._shell.core.requests) + self._kept + by > self._most
+
+    async def admit(self, place: str, count: int) -> bool:
+        if self.is_full(count):
+            return False
+        self._places[place] = count
+        self._kept += count
+        return True
+
+    def _take(self, place: str) -> None:
+        left = self._places.pop(place, 0)
+        if left:
+            self._kept -= 1
+        if left > 1:
+            self._places[place] = left - 1
+
+    def holds(self, place: str) -> bool:
+        return place in self._places
+
+    def leave(self, place: str) -> None:
+        self._kept -= self._places.pop(place, 0)
 
     async def known(self, names: Sequence[str]) -> Known:
         core = self._shell.core
         for name in names:
             if name in core.named:
                 running = core.requests[core.named[name]]
-                return Known(True, bool(running.readers), len(running.tokens))
+                return Known(True, bool(running.readers), running.told)
         past = next((one for name in names if (one := core.archive.get(name)) is not None), None)
-        return Known() if past is None else Known(tokens=len(past.tokens))
+        return Known() if past is None else Known(tokens=past.known)
 
     async def serving(self, slot: str) -> bool:
         serving = self._shell.serving_slots()

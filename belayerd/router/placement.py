@@ -345,6 +345,7 @@ def _past(request: Request, reason: str, stop: ev.Stop) -> Past:
         stop=stop,
         eager=request.eager,
         on_death=request.on_death,
+        told=request.told,
     )
 
 

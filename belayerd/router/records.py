@@ -83,6 +83,9 @@ class Request:
     origin: str = ""  # the host that forwarded it; it is never forwarded again
     returned: int = 0  # how often another host handed it back
     readers: list[str] = field(default_factory=list)  # front-end ids; none: its client is gone
+    # Tokens that some client may have. What came after them nobody heard; a position among those is of tokens that an
+    # earlier life of this router told and lost (a disk that took nothing, a power cut), and these are others.
+    told: int = 0
     heard_at: float = 0.0  # its last output, or when it was given to its worker
 
     def move(self, to: RequestState) -> None:
@@ -107,6 +110,12 @@ class Past:
     stop: Stop = None
     eager: bool = False
     on_death: OnDeath | None = None
+    told: int | None = None  # as Request.told; None: all
+
+    @property
+    def known(self) -> int:
+        """The highest position from which the rest may be asked for."""
+        return len(self.tokens) if self.told is None else self.told
 
     @property
     def whole(self) -> bool:

@@ -66,6 +66,12 @@ class RemoteHeart:
     async def full(self) -> bool:
         return bool((await self._ask(fw.Full()))[0])
 
+    async def admit(self, place: str, count: int) -> bool:
+        return bool((await self._ask(fw.Admit(place, count)))[0])
+
+    def leave(self, place: str) -> None:
+        self._send([b"leave", place.encode()])
+
     async def known(self, names: Sequence[str]) -> Known:
         return msgspec.convert((await self._ask(fw.KnownId(tuple(names))))[0], Known)
 
@@ -116,6 +122,7 @@ class RemoteHeart:
                     self._hear(kind, rest, group)
                 except fw.UNREADABLE as why:
                     raise BadMessage(f"the router sent a message {kind[:16]!r} that cannot be read: {why}") from why
+                await asyncio.sleep(0)  # as a link does: who writes to the clients has its turn between two messages
 
     def _hear(self, kind: bytes, rest: Sequence[Any], group: asyncio.TaskGroup) -> None:
         match kind:

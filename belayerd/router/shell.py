@@ -15,12 +15,14 @@ from belayer.errors import BadMessage, BelayerError, Fenced, NoHealthySlot, Work
 from belayer.messages.worker import Stamp
 from belayerd.router import events as ev
 from belayerd.router import journal
+from belayerd.router.attention import Attention
 from belayerd.router.core import Core, Effects
 from belayerd.router.link import Link, Standing
 from belayerd.router.records import SlotState
 
 HELLO_S = 5.0  # bound on connect + ready; a live worker answers within one engine step
 BEAT_S = 0.5  # between two questions whether a link still stands
+GAP_S = 2 * BEAT_S  # between two looks at the clock; more than that, and this process stood still
 RENEWALS = 2  # of a socket without an answer, after which the link is given up and made anew
 
 
@@ -80,7 +82,9 @@ class Shell:
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.changed = asyncio.Event()  # set by every step of the core
         self._kept = Kept(core)
+        self._attention = Attention(GAP_S)
         self.make_remote: RemoteLinks | None = None  # links to other hosts
+        self._run(self._look_often())
 
     async def watch(self) -> None:
         """Raises what broke a task of this shell: then its state cannot be trusted and the daemon must end."""
@@ -257,7 +261,7 @@ class Shell:
     def _step(self, event: ev.Event) -> list[tuple[int, bool, tuple[str, ...]]]:
         """Let the core decide, perform everything, set the timer. Returns the positions to deliver."""
         kept: list[tuple[int, bool, tuple[str, ...]]] = []
-        effects = self.core.step(event, clock.monotonic())
+        effects = self.core.step(event, self._look())
         self._write(effects)
         for effect in effects:
             match effect:
@@ -332,6 +336,20 @@ class Shell:
         if due is not None and self._timer is None:
             # asyncio's own clock is CLOCK_MONOTONIC too, so deadlines of the core are times of the loop.
             self._timer = asyncio.get_running_loop().call_at(due, lambda: self._run(self._tick()))
+
+    def _look(self) -> float:
+        """The time. What was missed while this process stood still is no silence of others."""
+        now = clock.monotonic()
+        if missed := self._attention.missed(now):
+            if self.core.requests:
+                self._log.warning("stood_still", seconds=round(missed, 1), requests=len(self.core.requests))
+            self.core.step(ev.StoodStill(missed), now)
+        return now
+
+    async def _look_often(self) -> None:
+        while True:
+            self._look()
+            await asyncio.sleep(BEAT_S)
 
     async def _tick(self) -> None:
         self._timer = None

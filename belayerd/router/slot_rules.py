@@ -201,6 +201,15 @@ class SlotRules(Placement):
             self.requests[request_id].heard_at = now
         return []
 
+    def _stood_still(self, event: ev.StoodStill, now: float) -> Effects:
+        """All bounds count the time in which somebody could be heard; in the same order as before."""
+        for request in self.requests.values():
+            request.waiting_since += event.seconds
+            request.heard_at += event.seconds
+        for slot in self.slots.values():
+            slot.calling_until += event.seconds if slot.calling_until else 0.0
+        return []
+
     def _tick(self, event: ev.Tick, now: float) -> Effects:
         out: Effects = []
         for request_id in list(self._waiting):

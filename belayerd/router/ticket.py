@@ -43,7 +43,8 @@ class Ticket:
     that answers with tokens. ``repeats``: a request with its id is known, and may have another content. ``own``: the
     client's id; ``inside``: what vLLM and the router make of it. ``of_messages``: of the Messages API. ``whole``: its
     API has no word for an answer that was cut short, so that is an error there; ``cut``: its worker died, and a cut was
-    what it wished for then."""
+    what it wished for then. ``place``: the room kept for its requests, so many of them. ``attaches``: it asks for one
+    that is running, which needs none."""
 
     named: bool = False
     own: str = ""
@@ -51,6 +52,9 @@ class Ticket:
     position: int | None = None
     on_death: OnDeath | None = None
     pin: str = ""
+    place: str = ""
+    places: int = 0
+    attaches: bool = False
     tokens_out: bool = False
     repeats: bool = False
     of_messages: bool = False

@@ -231,6 +231,45 @@ def test_names_and_admission(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_room_is_kept_for_what_was_let_in(kind: str) -> None:
+    """Two may be live."""
+
+    async def story(stage: Stage) -> None:
+        assert not await stage.heart.admit("many", 3)
+        assert await stage.heart.admit("both", 2)
+        assert await stage.heart.full()
+        assert not await stage.heart.admit("more", 1)
+        stage.heart.add(ev.Add("a", (b"x",), place="both"))
+        assert await stage.heart.full(), "one is here, one is still to come"
+        stage.heart.leave("both")
+        assert not await stage.heart.full()
+        assert await stage.heart.admit("more", 1)
+        stage.heart.add(ev.Add("b", (b"x",), place="more"))
+        stage.heart.leave("more")
+        assert await stage.heart.full()
+        stage.heart.abort(["a", "b"])
+        assert await stage.heart.admit("last", 2)
+
+    play(kind, story)
+
+
+def test_room_that_a_dead_front_kept_is_free_again() -> None:
+    async def story(stage: Stage) -> None:
+        second = await stage.front(1, Listener())
+        assert await second.admit("its", 2)
+        assert await stage.heart.full()
+        assert stage.door is not None
+        stage.door.lost(b"1.x")
+        assert await stage.heart.admit("mine", 2)
+        stage.heart.add(ev.Add("a", (b"x",), place="mine"))
+        stage.heart.add(ev.Add("b", (b"x",), place="mine"))
+        assert await stage.heart.full()
+        assert stage.door.sides[b"0.x"].places == set(), "nothing is remembered of places that were taken"
+
+    play("remote", story)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_ends_without_a_worker_are_told_by_name(kind: str) -> None:
     async def story(stage: Stage) -> None:
         await stage.join()
@@ -404,8 +443,8 @@ def test_requests_of_a_dead_front_end_and_named_ones_go_on() -> None:
         stage.heart.add(ev.Add("late", (b"x",)))  # still in the pipe of the dead one
         await stage.says(EngineCoreOutput("a", [5]), EngineCoreOutput("c", [6]))
         told = [await other.told.get() for _ in range(2)]  # the worker and the front speak on sockets of their own
-        assert await second.known(["n"]) == Known(True, False, 1)
-        second.add(ev.Add("d", (b"x",), name="n", digest=b"1", position=1))
+        assert await second.known(["n"]) == Known(True, False, 0), "nobody has heard what came since"
+        second.add(ev.Add("d", (b"x",), name="n", digest=b"1", position=0))
         told.append(await other.told.get())
         assert [one[0] for one in told] == ["ready", "tokens", "replay"]
         assert told[2][1].tokens == (5,)

@@ -179,6 +179,23 @@ def test_request_waits_through_a_short_cut(hosts: tuple[FleetHost, FleetHost], n
     whole(a, stream, [(REMOTE, worker.generation)])
 
 
+def test_host_that_stood_still_itself_blames_nobody(hosts: tuple[FleetHost, FleetHost]) -> None:
+    """For longer than a peer may be silent. When it wakes, its peer's answers wait unread."""
+    a, b = hosts
+    stream, worker = forwarded(a, b)
+    link = a.slot(REMOTE).generation
+    a.process.send_signal(signal.SIGSTOP)
+    try:
+        b.sees("host-a", "silent")
+    finally:
+        a.process.send_signal(signal.SIGCONT)
+    b.sees("host-a", "up")
+    worker.release()
+    whole(a, stream, [(REMOTE, worker.generation)])
+    assert a.slot(REMOTE).generation == link, "it was never called lost"
+    assert "stood_still" in (a.root / "router.log").read_text()
+
+
 @pytest.mark.parametrize(("deaf", "mute"), [("a", "b"), ("b", "a")], ids=["answers_lost", "questions_lost"])
 def test_only_one_direction_is_lost(hosts: tuple[FleetHost, FleetHost], net: Net, deaf: str, mute: str) -> None:
     a, b = hosts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import tempfile
@@ -71,6 +72,11 @@ BAD: dict[str, tuple[str, bytes, int]] = {
     "half a character": ("/v1/completions", b'{"model": "smollm2", "prompt": "\xe6\x9d"}', 400),
     "a lone surrogate": ("/v1/chat/completions", b'{"model": "smollm2", "messages": "\\ud800"}', 400),
     "deep": ("/v1/completions", b'{"model": "smollm2", "prompt": ' + b"[" * 20000 + b"]" * 20000 + b"}", 400),
+    "deep beside a field of ours": (
+        "/v1/completions",
+        b'{"belayer_position": 1, "x": ' + b"[" * 20000 + b"]" * 20000 + b"}",
+        400,
+    ),
     "prompt a number": ("/v1/completions", body(prompt=5.5), 400),
     "too long": ("/v1/completions", body(prompt=[1] * 4000), 400),
     "tokens of no vocabulary": ("/v1/completions", body(prompt=[10**9]), 400),
@@ -222,6 +228,40 @@ def test_above_the_bound_a_request_is_sent_away_with_a_time_to_come_back(host: R
     assert client.completions.create(model="smollm2", prompt="x", max_tokens=3).choices[0].finish_reason == "length"
     for stream in streams:
         assert stream.result().finishes == ["length"]
+
+
+def test_of_a_burst_just_so_many_are_let_in_as_may_be_live(host: RouterHost) -> None:
+    """All arrive before any of them has reached the engine; one asks for several answers."""
+    host.fakes[-1].kill()
+    host.unregister(host.fakes[-1])
+    fake = host.worker("s0", "--hold-at", "2")
+    before = host.metric('belayer_requests_declined_total{reason="too_many_requests"}')
+
+    async def burst() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=host.url, timeout=300, limits=httpx.Limits(max_connections=40)) as client:
+            bodies = [body(max_tokens=4, n=3 if i == 0 else 1) for i in range(40)]
+            posts = [asyncio.create_task(client.post("/v1/completions", content=one, headers=JSON)) for one in bodies]
+            most = 0
+            while most < sum(not post.done() for post in posts):  # until each of them is held, or was sent away
+                await asyncio.wait(posts, timeout=0.05)
+                row = await asyncio.to_thread(host.status)
+                most = max(most, row.running + row.waiting)
+            assert most <= LIVE
+            fake.release()
+            return list(await asyncio.gather(*posts))
+
+    answers = asyncio.run(burst())
+    let_in = [answer for answer in answers if answer.status_code == 200]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert sum(len(answer.json()["choices"]) for answer in let_in) >= LIVE - 2, "room for one is no room for three"
+    declined = host.metric('belayer_requests_declined_total{reason="too_many_requests"}')
+    assert declined - before == 40 - len(let_in)
+
+
+def test_more_answers_than_may_ever_be_live_are_refused_by_name(host: RouterHost) -> None:
+    answer = httpx.post(f"{host.url}/v1/completions", content=body(prompt=["x", "y"], n=4), headers=JSON, timeout=300)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "bad_request")
+    assert "8 answers at once, router.max_requests is 6" in answer.json()["error"]["message"]
 
 
 def test_unknown_fields_pass(host: RouterHost) -> None:

@@ -61,6 +61,29 @@ def test_a_silent_peer_is_slow_then_lost_and_its_slot_goes() -> None:
     assert fleet.peers["b"].state is PeerState.SILENT
 
 
+@pytest.mark.parametrize("first", ["a tick", "an answer"])
+def test_silence_of_peers_counts_only_while_we_listened(first: str) -> None:
+    """This host stood still for an hour (SIGSTOP, a paused VM). All answers wait unread when it wakes."""
+    fleet = FleetCore({"b": "10.0.0.2:1"}, Fit("m", "f", 100), Bounds(slow_s=1.0, lost_s=5.0, gap_s=0.8))
+    answer(fleet, 0.0, OLD, SLOT, standing={})
+    assert fleet.tick(0.5, UP) == []
+    if first == "a tick":
+        told = fleet.tick(3600.0, UP)
+        assert not [event for event in told if isinstance(event, ev.Unregister)]
+    told = answer(fleet, 3600.0, OLD, SLOT)
+    assert [type(event) for event in told] == [ev.Offer]
+    assert fleet.peers["b"].state is PeerState.UP
+    late = [event for beat in range(1, 13) for event in fleet.tick(3600.0 + beat / 2, UP)]
+    assert late[-1] == ev.Unregister("b/s0", 1, ev.Cause.HOST_LOST, removed=True), "and then it is lost in its time"
+    assert [type(event) for event in late] == [ev.Offer, ev.Unregister]
+
+
+def test_what_an_answer_says_grows_old_while_we_stand_still() -> None:
+    fleet = FleetCore({"b": "10.0.0.2:1"}, Fit("m", "f", 100), Bounds(slow_s=1.0, lost_s=5.0, gap_s=0.8))
+    assert answer(fleet, 0.0, OLD, SLOT, took=60.0) == []
+    assert (fleet.stale, fleet.peers["b"].state) == (1, PeerState.SILENT)
+
+
 def test_an_answer_after_its_deadline_says_nothing() -> None:
     fleet = linked()
     fleet.tick(6.0, UP)
@@ -380,6 +403,18 @@ def test_a_new_link_ends_what_ran_for_the_old_one_and_old_ones_are_fenced() -> N
     with pytest.raises(Fenced):
         guests.greet("a", greeting(9, Life(number=9, nonce="z")), b"t3", b"r3", 0.0)
     assert guests.by_route(b"r1") is None
+
+
+def test_guests_are_no_orphans_while_we_stood_still() -> None:
+    for wakes_by_hello in (True, False):
+        guests = Guests(orphan_s=4.0, gap_s=1.0)
+        link, _ = guests.greet("a", greeting(), b"t1", b"r1", 0.0)
+        guests.come(link, "r", 0)
+        assert guests.silent(0.5) == []
+        if wakes_by_hello:
+            guests.greet("a", greeting(), b"t1", b"r1", 3600.0)
+        assert guests.silent(3600.0) == []
+        assert [bool(guests.silent(3600.0 + beat)) for beat in (1, 2, 3, 4)] == [False, False, not wakes_by_hello, True]
 
 
 def test_positions_are_counted_and_a_late_abort_of_an_earlier_link_ends_nothing() -> None:

@@ -316,6 +316,19 @@ def test_a_tick_at_its_deadline_counts_whatever_the_sum_rounds_to() -> None:
     assert of(core.step(ev.Tick(), due), ev.SendAdd) == [ev.SendAdd("b-0", "r", FRAMES, ())]
 
 
+def test_time_in_which_the_router_stood_still_is_no_silence_and_no_waiting() -> None:
+    """SIGSTOP, a paused VM: outputs wait unread, and so do the workers that come."""
+    core = Core(Limits(home_s=5.0, waiting_s=20.0, silence_s=10.0))
+    serve(core, "a", 0)
+    core.step(ev.Add("runs", FRAMES), 0.0)
+    core.step(ev.Add("waits", FRAMES, pin="b"), 1.0)
+    core.step(ev.StoodStill(3600.0), 3602.0)
+    assert core.step(ev.Tick(), 3602.0) == []
+    assert core.next_deadline() == 3606.0
+    assert of(core.step(ev.Tick(), 3606.0), ev.SendAdd) == [ev.SendAdd("a-0", "waits", FRAMES, ())]
+    assert [one.code for one in core.step(ev.Tick(), 3610.0) if isinstance(one, ev.Fail)] == ["request_stalled"]
+
+
 def token(request_id: str, position: int) -> int:
     return hash((request_id, position)) % 1000
 

@@ -119,6 +119,23 @@ def test_unknown_ids_positions_and_contents_are_typed_errors_that_change_nothing
     assert (core.requests, core.reader_of, core.named) == ({}, {}, {})
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_tokens_that_an_earlier_life_told_and_lost_are_never_taken_for_others(ended: bool) -> None:
+    """A full disk, or a power cut: the client has more than is known after it. What the engine says instead are other
+    tokens under the same positions."""
+    core = Core(Limits())
+    story = Past("r1", "", "x", b"d", FRAMES, (5, 6), (), (Span(0, "a", 0, ""),), "", eager=True)
+    core.step(ev.Recover((story,)), 0.0)
+    serve(core, "a", 1)
+    out(core, 0, ev.Item("r1", (17, 18), "length" if ended else ""), generation=1)
+    with pytest.raises(RequestUnknown, match="has 2 known tokens, position 4"):
+        add(core, "r2", position=4)
+    (told,) = of(add(core, "r2", position=2), ev.Replay)
+    assert isinstance(told, ev.Replay)
+    assert told.tokens == (5, 6, 17, 18)
+    assert of(add(core, "r3", position=4), ev.Replay), "from here on somebody has heard them"
+
+
 def test_an_id_without_a_position_is_a_new_request_once_the_old_one_has_ended() -> None:
     """Samples of one prompt under one id must never be copies of each other."""
     core = running()
