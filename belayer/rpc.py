@@ -104,8 +104,8 @@ class Client:
 
     def __init__(self, path: Path, context: zmq.asyncio.Context | None = None) -> None:
         self._path = path
-        self._own_context = context is None
-        self._context = context or zmq.asyncio.Context()
+        # Belongs to who gave it, or is a view of this process's own: neither is ended here.
+        self._context = context or zmq.asyncio.Context.shadow(_context())
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, _HWM)
@@ -149,8 +149,6 @@ class Client:
         if self._reader is not None:
             self._reader.cancel()
         self._socket.close()
-        if self._own_context:
-            self._context.term()
 
 
 def decode_reply(data: bytes, reply: type[R]) -> R:
@@ -160,14 +158,28 @@ def decode_reply(data: bytes, reply: type[R]) -> R:
     return answer
 
 
+_contexts: dict[int, zmq.Context[Any]] = {}  # by process; a parent's is kept, since a child must not end it
+_MAX_SOCKETS = 65_535  # zmq's own default of 1,023 would bound the sandboxes that one process can hold
+
+
+def _context() -> zmq.Context[Any]:
+    """This process's own. One per client would be ended by whoever collects a client that nobody closed, and that end
+    waits for ever for its socket, which the same collection has made unreachable."""
+    made = _contexts.get(os.getpid())
+    if made is None:
+        made = zmq.Context()
+        made.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
+        made = _contexts.setdefault(os.getpid(), made)
+    return made
+
+
 class SyncClient:
     """Blocking calls, for scripts and the client library; one thread at a time, since a zmq socket has no lock of its
     own and two threads in one would wait for ever. A call beside another is refused."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        self._socket = _context().socket(zmq.DEALER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.IMMEDIATE, 1)
         self._socket.connect(f"ipc://{path}")
@@ -224,7 +236,6 @@ class SyncClient:
     def close(self) -> None:
         with self._alone("close"):
             self._socket.close()
-            self._context.term()
 
 
 def call_sync(path: Path, message: msgspec.Struct, reply: type[R], timeout: float = 10.0) -> R:

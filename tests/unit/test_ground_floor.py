@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +344,34 @@ def test_what_the_server_would_not_take_is_refused_before_it_is_sent(tmp_path: P
         return (await client.call(Ping(), Pong)).daemon
 
     assert serve(tmp_path / "s", body) == "test"
+
+
+def test_a_client_that_nobody_closed_is_collected(tmp_path: Path) -> None:
+    """It hung for ever: what ends a zmq context waits for its sockets. An error that is kept holds its client in such a
+    circle. In a process of its own, which also shows that it ends."""
+    program = (
+        "import gc, sys, weakref\n"
+        "from pathlib import Path\n"
+        "from belayer import rpc\n"
+        "seen = []\n"
+        "for _ in range(3):\n"
+        "    client = rpc.SyncClient(Path(sys.argv[1]))\n"
+        "    client.me = client\n"
+        "    seen.append(weakref.ref(client))\n"
+        "    del client\n"
+        "gc.collect()\n"
+        "print(sum(one() is None for one in seen))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "s")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+def test_one_process_may_hold_more_clients_than_zmq_allows_by_itself(tmp_path: Path) -> None:
+    clients = [rpc.SyncClient(tmp_path / "s") for _ in range(1200)]
+    for client in clients:
+        client.close()
 
 
 def test_a_daemon_that_is_down_is_unreachable_within_the_bound(tmp_path: Path) -> None:
