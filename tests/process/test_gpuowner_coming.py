@@ -10,12 +10,14 @@ import subprocess
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq.asyncio
 
 from belayer import procs, progress, refusals, statefile
 from belayer.config import Policy, Slot
 from belayer.errors import DaemonUnreachable, OwnerComing
+from belayer.messages.owner import Role
 from belayer.messages.worker import Oracle
 from belayer.rpc import Client
 from belayerd import pair as p
@@ -26,7 +28,9 @@ from belayerd.links import OwnerLink
 from belayerd.records import Records
 from belayerd.sealed import Sealed
 from belayerd.slot import SlotShell
+from gpuowner.attach import WeightsView
 from gpuowner.digest import CHUNK
+from gpuowner.update import begin_update
 from tests.support.owners import Owners, tiny_model
 from tests.support.wait import eventually
 from tests.unit.test_slot_shell import Log, on_file
@@ -113,6 +117,17 @@ def test_slots_without_workers_say_why_and_alert_nobody_while_it_gets_on(host: O
 
     asyncio.run(main())
     assert [why for why in told if "coming back" in why] == []
+
+
+def test_a_reader_that_follows_hears_how_far_it_is(host: Owners) -> None:
+    """A worker beats with each chunk, and is waited for while it does."""
+    host.up("weights")
+    view, heard = WeightsView(host.client("weights"), "m"), list[tuple[int, int]]()
+    with begin_update(host.client("weights", Role.LOADER), "m", whole=True) as update:
+        update.write({"w": np.zeros(NBYTES // 4, dtype=np.float32)})
+        update.commit()
+    assert view.follow(1, lambda done, of: heard.append((done, of)))
+    assert (view.grant.version, heard) == (2, [(CHUNK, NBYTES), (NBYTES, NBYTES)])
 
 
 def in_a_handover(host: Owners, body: Callable[[SlotShell], Awaitable[None]], policy: Policy) -> p.Pair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -13,10 +14,15 @@ import zmq.asyncio
 
 from belayer import procs, progress, wire
 from belayer.errors import WorkerFailed
+from belayer.heartbeat import Beat
 from belayer.messages.common import Done
 from belayer.messages.worker import FlushCache
+from belayer.paths import Paths
 from belayer.progress import Patience, Progress, Teller
 from belayerd.links import WorkerLink
+from belayerd.pair import Ref
+from belayerd.policy import Limits
+from belayerd.watch import Watched
 
 AT = Progress(pid=7, start_time=1, doing="verifies m", done=3_000_000_000, of=9_000_000_000)
 
@@ -113,3 +119,30 @@ def test_a_worker_that_follows_weights_is_waited_for_while_it_gets_on(tmp_path: 
             asyncio.run(main())
     else:
         assert asyncio.run(main()).detail == "followed"
+
+
+def test_only_a_beat_about_the_weights_says_that_a_worker_gets_on_with_them() -> None:
+    """One that beats and serves is not waited for without end because it beats."""
+    child = subprocess.Popen(["sleep", "3600"])
+
+    async def main(paths: Paths) -> list[str]:
+        ref = Ref(worker_id="slot0-00000000", pid=child.pid, start_time=procs.start_time(child.pid))
+        context, said = zmq.asyncio.Context(), list[str]()
+        watched = Watched(ref, procs.open_pidfd(ref.pid, ref.start_time), paths, context, lambda *_: None)
+        beat = Beat(paths.heartbeat(ref.worker_id))
+        for now, phase in enumerate(("step", "weights v7: 0.07 of 0.14 GB", "weights v7: 0.14 of 0.14 GB", "idle")):
+            beat.beat(phase, now, 0, 0, 0, 600.0)
+            watched.look(float(now), Limits())
+            said.append(watched.moving())
+        beat.close()
+        watched.close()
+        context.destroy(linger=0)
+        return said
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="bl-") as folder:  # short: sockets lie below it
+            said = asyncio.run(main(Paths(folder).make()))
+    finally:
+        child.kill()
+        child.wait(60)
+    assert said == ["", "weights v7: 0.07 of 0.14 GB", "weights v7: 0.14 of 0.14 GB", ""]
