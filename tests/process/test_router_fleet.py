@@ -64,7 +64,7 @@ def pair(net: Net) -> Iterator[tuple[FleetHost, FleetHost]]:
         ]
         try:
             for host in hosts:
-                eventually(host.answers, within=300, what=f"router answers; see {host.root}/router.log", every=0.1)
+                eventually(host.answers, within=900, what=f"router answers; see {host.root}/router.log", every=0.1)
             yield hosts[0], hosts[1]
         finally:
             for host in hosts:
@@ -471,7 +471,7 @@ def test_earlier_life_of_a_host_is_fenced(hosts: tuple[FleetHost, FleetHost], ne
     net.add("c", same_as="b")
     copy = prepare(net, "c", "host-b", root, {"host-a": net.hosts["a"]})
     try:
-        eventually(copy.answers, within=300, what=f"the copy answers; see {root}/router.log", every=0.1)
+        eventually(copy.answers, within=900, what=f"the copy answers; see {root}/router.log", every=0.1)
         eventually(lambda: a.peer("host-b").life > first and a.peer("host-b").state == "up", what="the copy")
         copied = copy.worker("s0", *same)
         makers = [(REMOTE, worker.generation), (REMOTE, copied.generation)]

@@ -47,7 +47,7 @@ def pair(net: Net) -> Iterator[Hosts]:
                 host, peers = f"host-{name}", {f"host-{other}": net.hosts[other]}
                 made.append(prepare(net, name, host, roots[host], peers, "max_num_seqs = 32", "fronts = 2"))
             for one in made:
-                eventually(one.answers, within=300, what=f"router answers; see {one.root}/router.log", every=0.1)
+                eventually(one.answers, within=900, what=f"router answers; see {one.root}/router.log", every=0.1)
             yield made[0], made[1]
         finally:
             for one in made:

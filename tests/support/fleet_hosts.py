@@ -55,7 +55,7 @@ class FleetHost(RouterHost):
         self.rpc.close()
         self.log.close()
         self.process, self.log = launch(self.net, self.name, self.root)
-        eventually(self.answers, within=300, what=f"router is back; see {self.root}/router.log", every=0.1)
+        eventually(self.answers, within=900, what=f"router is back; see {self.root}/router.log", every=0.1)
         self.rpc = SyncClient(Paths(self.root).router_sock)
         for fake in self.fakes:
             if fake.process.poll() is None and self.lives[fake.slot] == fake.generation:

@@ -127,7 +127,7 @@ class RouterHost:
         process, log = spawn_router(root)
         host = cls(root, port, process, log, record, SyncClient(paths.router_sock))
         try:
-            eventually(host.answers, within=300, what=f"router answers Ping; see {root}/router.log", every=0.1)
+            eventually(host.answers, within=900, what=f"router answers Ping; see {root}/router.log", every=0.1)
         except BaseException as why:
             why.add_note(of_logs(root))
             host.stop()  # nobody has it yet who could
@@ -207,7 +207,7 @@ class RouterHost:
         self.rpc.close()
         self.log.close()
         self.process, self.log = spawn_router(self.root)
-        eventually(self.answers, within=300, what=f"router is back; see {self.root}/router.log", every=0.1)
+        eventually(self.answers, within=900, what=f"router is back; see {self.root}/router.log", every=0.1)
         self.rpc = SyncClient(Paths(self.root).router_sock)
         for fake in self.fakes:
             if fake.process.poll() is None and self.lives[fake.slot] == fake.generation:
