@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -245,6 +245,9 @@ SECTIONS: dict[str, type[_Section]] = {
 }
 
 
+_LISTS = ("model", "slot", "peer")
+
+
 def load(path: Path) -> Config:
     """Read and check ``path``; model paths come back absolute. Raises ConfigInvalid."""
     try:
@@ -276,7 +279,20 @@ def _say(reason: str) -> str:
     text, _, where = reason.partition(" - at `$")
     key = where.rstrip("`").lstrip(".") or "top level"
     said = f"{key}: {text[0].lower()}{text[1:]}"
-    return f"{said}; known keys: {', '.join(_keys(key))}" if "unknown field" in text else said
+    if "unknown field" in text:
+        return f"{said}; known keys: {', '.join(_keys(key))}"
+    if "nvalid enum value" in text:
+        return f"{said}; one of {', '.join(repr(one) for one in _choices(key))}"
+    return f"{said}; each of them is a table of its own, [[{key}]]" if key in _LISTS and "`object`" in text else said
+
+
+def _choices(key: str) -> tuple[Any, ...]:
+    """The words that the field at "section.field" or "section[0].field" may have."""
+    section, _, field = key.partition(".")
+    hint: Any = get_type_hints(SECTIONS[section.split("[")[0]]).get(field.split("[")[0])
+    while hint is not None and get_origin(hint) is not Literal:
+        hint = next(iter(get_args(hint)), None)
+    return get_args(hint)
 
 
 def _keys(key: str) -> tuple[str, ...]:
@@ -360,6 +376,8 @@ def _problems(config: Config) -> Any:
         if slot.start_deadline_s <= slot.hang_limit_s:
             yield f"{where}.start_deadline_s", "must be longer than hang_limit_s"
     keeper = config.envkeeper
+    if not keeper.docker.startswith("unix:///"):
+        yield "envkeeper.docker", f'{keeper.docker!r} is not "unix:///PATH": sandboxes and checkpoints lie on this host'
     if keeper.disk_low_mb > keeper.disk_budget_mb:
         yield "envkeeper.disk_low_mb", "must not be above envkeeper.disk_budget_mb"
     if config.router.request_deadline_s <= config.policy.fence_deadline_s + config.policy.step_deadline_s:

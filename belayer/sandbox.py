@@ -131,6 +131,8 @@ class Sandbox:
             allowed = f"{MIN_ACTION_S:g} to {MAX_ACTION_S:g}, or 0 for the configured one"
             raise Refused(f"timeout_s is {timeout_s}: allowed is {allowed}", kept="everything: nothing was begun")
         script = isinstance(command, str)
+        if not script and not command:
+            raise Refused("command is an empty sequence: it names no program", kept="everything: nothing was begun")
         ask = ExecAction(
             sandbox_id=self.sandbox_id,
             incarnation=self.incarnation,

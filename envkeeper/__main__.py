@@ -10,7 +10,7 @@ import click
 
 from belayer import config as configs
 from belayer import daemon
-from belayer.errors import BelayerError
+from belayer.errors import BelayerError, ConfigInvalid
 from belayer.paths import Paths
 from envkeeper import doctor, native, service
 from envkeeper.host import PREFIX
@@ -33,6 +33,12 @@ def cli(path: Path | None, examine: bool, install: bool) -> None:
             for line in await asyncio.to_thread(doctor.examine, config.envkeeper):
                 print(line)
             return
+        if not config.envkeeper.enabled:
+            raise ConfigInvalid(
+                f"{path or paths.config}: envkeeper.enabled is false: this host keeps no sandboxes",
+                kept="nothing was started",
+                remedy="set it to true, or do not start envkeeper here (systemctl mask envkeeper)",
+            )
         await service.run(config, paths, stop)
 
     sys.exit(daemon.run(run, None if examine else daemon.Told(paths.run, service.NAME)))

@@ -103,6 +103,8 @@ class Engine:
         except EngineFault as why:
             if why.status == 404:
                 return None
+            if why.status == 400:  # asked again it says the same
+                raise HostUnfit(f"image {name}: {why.said}", remedy="set envkeeper.image") from why
             raise
 
     def create(self, recipe: Recipe, sandbox_id: str, incarnation: str, told: Path | None = None) -> str:

@@ -48,6 +48,15 @@ def host(tmp_path_factory: pytest.TempPathFactory, points: Failpoints) -> Iterat
     found.stop()
 
 
+def test_an_empty_sequence_is_no_program(host: EnvHost) -> None:
+    """An empty script would have been taken for it, and made a boundary."""
+    box = host.create()
+    with pytest.raises(Refused, match="names no program"):
+        box.exec([])
+    assert (box.exec("true").boundary, box.boundary) == (1, 1)
+    box.destroy()
+
+
 def bad(box: Sandbox) -> list[tuple[msgspec.Struct, type[msgspec.Struct], str]]:
     act = ExecAction(sandbox_id=box.sandbox_id, incarnation=box.incarnation, boundary=0, command="true")
     read = ReadPath(sandbox_id=box.sandbox_id, incarnation=box.incarnation, path="/etc/passwd")

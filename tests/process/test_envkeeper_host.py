@@ -57,6 +57,8 @@ def old_criu(tmp_path: Path) -> Path:
         ('image = "belayer-none:such"', "no image belayer-none:such in this Docker; run `make setup`"),
         ('runtime = "nosuch"', "Docker does not know the runtime nosuch; add .*daemon.json"),
         ("memory_mb = 0", "memory_mb"),
+        ("enabled = false", "envkeeper.enabled is false: this host keeps no sandboxes"),
+        ('image = "NOPE:1:2"', "NOPE:1:2"),
         ("nonsense = 1", "nonsense"),
     ],
 )

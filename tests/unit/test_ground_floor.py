@@ -244,6 +244,10 @@ def test_a_good_file_has_absolute_model_paths(tmp_path: Path, model: Path) -> No
             GOOD + 'tensor_parallel = 2\n[[slot]]\nname = "slot1"\nmodel = "m"\n',
             ["slot[1].tensor_parallel", "same for all slots"],
         ),
+        (GOOD.replace("[[slot]]", "[slot]"), ["slot: expected `array`", "[[slot]]"]),
+        (GOOD.replace('path = "model"', 'path = "model"\ndtype = "bf16"'), ["model[0].dtype", "'bf16'", "'bfloat16'"]),
+        ('[envkeeper]\nengine_path = "slow"\n', ["envkeeper.engine_path", "'fast'", "'docker_api'"]),
+        ('[envkeeper]\ndocker = "/var/run/docker.sock"\n', ["envkeeper.docker", "unix:///PATH"]),
         (GOOD + "[router]\nrequest_deadline_s = 5.0\n", ["router.request_deadline_s", "fence_deadline_s"]),
     ],
 )
