@@ -29,13 +29,22 @@ class Placed(NamedTuple):
 
 def place(paths: Paths, worker_id: str, slot: Slot, model: Model, router: Router) -> Placed:
     """Attach to the owners. Raises BelayerError; the process then ends."""
+    args = args_for(model, slot, router)
     if slot.device == "cpu":
         view, arena, verified = rank.attach(paths, worker_id, slot, 0)
-        return Placed(CpuDevice(), view, arena, verified, engine_args(model, slot, router))
-    # vLLM's classes for CUDA are imported where one computes on it, and nowhere else.
+        return Placed(CpuDevice(), view, arena, verified, args)
     from belayerd.worker.adapter import gpu_attach
-    from belayerd.worker.adapter.gpu_engine import gpu_engine_args
 
     device = gpu_attach.enter(slot)
     seated = gpu_attach.attach(paths, worker_id, slot, device)
-    return Placed(device, seated.weights, seated.arena, lambda: None, gpu_engine_args(model, slot, router))
+    return Placed(device, seated.weights, seated.arena, lambda: None, args)
+
+
+def args_for(model: Model, slot: Slot, router: Router) -> EngineArgs:
+    """What vLLM is told of the slot's engine."""
+    if slot.device == "cpu":
+        return engine_args(model, slot, router)
+    # What concerns a GPU is imported where one is computed on, and nowhere else.
+    from belayerd.worker.adapter.gpu_engine import gpu_engine_args
+
+    return gpu_engine_args(model, slot, router)

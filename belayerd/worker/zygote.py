@@ -260,8 +260,10 @@ def import_engine(config: Config) -> float:
         for name in (*IMPORTS, *(GPU_IMPORTS if on_gpu else CPU_IMPORTS)):
             import_module(name)
         preload = import_module("belayerd.worker.adapter.core").preload
+        args_for = import_module("belayerd.worker.placed").args_for
         for slot in config.slot:
-            preload(config.model_named(slot.model), slot, config.router)
+            model = config.model_named(slot.model)
+            preload(model, slot, config.router, args_for(model, slot, config.router))
         if on_gpu and import_module("torch").cuda.is_initialized():
             raise HostUnfit("importing vLLM has made a CUDA context: no child of this process could use the GPU")
     except ImportError as why:

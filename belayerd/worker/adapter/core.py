@@ -65,11 +65,11 @@ def engine_args(model: Model, slot: Slot, router: Router | None = None) -> Engin
     return args
 
 
-def preload(model: Model, slot: Slot, router: Router) -> None:
+def preload(model: Model, slot: Slot, router: Router, args: EngineArgs) -> None:
     """Before the fork: build the configuration and the tokenizer once, which fills vLLM's caches for every child
     (the first look at a model class costs vLLM a whole subprocess, some 8 s). Raises ConfigInvalid."""
     try:
-        config = engine_args(model, slot, router).create_engine_config()
+        config = args.create_engine_config()
     except (KeyError, RuntimeError) as why:  # no parser of that name; or the tokenizer lacks its words
         raise ConfigInvalid(f"router.reasoning_parser {router.reasoning_parser!r}: {str(why).strip(chr(39))}") from why
     except ValueError as why:
