@@ -13,10 +13,10 @@ import zmq.asyncio
 
 from belayer import log as logs
 from belayer import procs, refusals, statefile
-from belayer.clock import wall
+from belayer.clock import monotonic, wall
 from belayer.config import Config
 from belayer.daemon import OnlyOne, new_instance, notify
-from belayer.errors import BelayerError, OwnerComing, Refused, SlotUnknown
+from belayer.errors import BelayerError, DaemonUnreachable, OwnerComing, Refused, SlotUnknown
 from belayer.messages.common import Done, FaultProof, Ping, Pong
 from belayer.messages.control import (
     BeginWeightsUpdate,
@@ -51,6 +51,8 @@ from belayerd.slot import SlotShell
 from belayerd.trainers import Trainers
 from belayerd.updates import Opener, Updates
 from belayerd.watch import sweep
+
+_OWNER_S = 2.0  # from an owner's death to the first word of its next life
 
 
 class Supervisor:
@@ -145,14 +147,19 @@ class Supervisor:
         await self._until_owner_answers()
 
     async def _until_owner_answers(self) -> None:
-        """A worker that finds no owner ends, and a few of those end the slot. Raises DaemonUnreachable for one that
-        does not come back."""
+        """A worker that finds no owner ends, and a few of those end the slot: one that is on its way is waited for, and
+        one that nobody has started for a moment. Raises DaemonUnreachable."""
+        end = monotonic() + _OWNER_S
         while True:
             try:
-                await self._actions.weights.status()
+                await self._actions.weights.status(wait=False)
+                return
             except OwnerComing:
-                continue  # it was waited for
-            return
+                end = monotonic() + _OWNER_S
+            except DaemonUnreachable:
+                if monotonic() >= end:
+                    raise
+            await asyncio.sleep(0.1)
 
     def _tell_unsealed(self, model: str, why: str) -> None:
         for slot in self._slots.values():

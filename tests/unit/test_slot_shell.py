@@ -159,7 +159,6 @@ def test_no_worker_is_started_on_bytes_that_an_update_writes_over(paths: Paths) 
     (paths.state / "model").mkdir()
     (paths.state / "model/config.json").write_text("{}")
     paths.config.write_text(
-        "[policy]\nstep_deadline_s = 0.1\n"
         f'[[model]]\nname = "m"\npath = "{paths.state}/model"\n[[slot]]\nname = "slot0"\nmodel = "m"\n'
     )
 
