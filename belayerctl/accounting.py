@@ -59,7 +59,7 @@ def held(status: HostStatusReply) -> tuple[Held, ...]:
 
 
 def shadow_costs(status: HostStatusReply) -> tuple[ShadowCost, ...]:
-    """One row for each slot whose shadow was looked at."""
+    """One row for each slot on a CPU whose shadow was looked at: the kernel counts no memory of a GPU."""
     arenas = {slot.slot: 0.0 for slot in status.slots}
     for row in held(status):
         if row.kind == "kv" and row.name in arenas:
@@ -68,7 +68,7 @@ def shadow_costs(status: HostStatusReply) -> tuple[ShadowCost, ...]:
         ShadowCost(slot=slot.slot, shadow=worker.private_mb, second_engine=worker.mapped_mb + arenas[slot.slot])
         for slot in status.slots
         for worker in shadows(slot)
-        if worker.mapped_mb
+        if worker.mapped_mb and slot.device == "cpu"
     )
 
 

@@ -57,9 +57,9 @@ def host() -> HostStatusReply:
     )  # fmt: skip
 
 
-def shown() -> list[str]:
+def shown(status: HostStatusReply | None = None) -> list[str]:
     console = Console(width=80, no_color=True, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(render.owners(host()))
+    console.print(render.owners(status or host()))
     return console.export_text().splitlines()
 
 
@@ -89,6 +89,18 @@ def test_it_can_be_read_on_80_columns() -> None:
         "its shadow costs 300 MiB; a second full engine would cost 19000",
     ):
         assert said in text, f"{said!r} is not in\n" + "\n".join(lines)
+
+
+def test_memory_of_a_gpu_is_named_and_no_cost_is_made_up_for_it() -> None:
+    seen = host()
+    owners = tuple(msgspec.structs.replace(owner, backend="cuda_vmm") for owner in seen.owners)
+    slots = tuple(msgspec.structs.replace(slot, device="gpu") for slot in seen.slots)
+    lines = shown(msgspec.structs.replace(seen, owners=owners, slots=slots))
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert "weights (cuda_vmm) 4242 2 3 holder pid 999" in text
+    assert "qwen3-8b-instruct updating v7 012345 16000/16000+9000 2 readers" in text
+    assert "its shadow costs" not in text
 
 
 def test_a_footprint_is_what_the_kernel_says(tmp_path: Path) -> None:
