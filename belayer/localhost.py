@@ -194,7 +194,7 @@ class LocalHost:
 
         return self.wait(what, probe, within)
 
-    def until_protected(self, within: float = 300.0, *, mending: bool = False) -> HostStatusReply:
+    def until_protected(self, within: float = 900.0, *, mending: bool = False) -> HostStatusReply:
         """Raises WorkerFailed at once, with the reason, when a slot has given up. ``mending``: what it lacks is on its
         way, and belayerd tries again by itself."""
 

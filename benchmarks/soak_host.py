@@ -60,7 +60,7 @@ class SoakHost(LocalHost):
             env = {**os.environ, "BELAYER_ROOT": str(self.root)}
             command = [*self._around, sys.executable, "-m", "tests.support.sabotage"]
             self.zygote = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
-        self.wait("zygote", self._listens, 400.0)
+        self.wait("zygote", self._listens, 900.0)
         self.start(ROLLOUT)
         self.until_protected()
 

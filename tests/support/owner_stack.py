@@ -51,7 +51,7 @@ class Stack:
         self._daemons.append(process)
         return process
 
-    def wait_socket(self, daemon: subprocess.Popen[bytes], path: Path, within: float = 180.0) -> None:
+    def wait_socket(self, daemon: subprocess.Popen[bytes], path: Path, within: float = 900.0) -> None:
         def listening() -> bool:
             assert daemon.poll() is None, f"{path.name}: the daemon ended, see {self.root}"
             try:

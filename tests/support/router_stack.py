@@ -77,7 +77,7 @@ class RouterStack:
             stack.start()
             daemon = stack.daemon("belayerd.router")
             eventually(
-                stack.paths.router_sock.exists, within=400, what=f"the router serves; see {stack.root}", every=0.1
+                stack.paths.router_sock.exists, within=900, what=f"the router serves; see {stack.root}", every=0.1
             )
             assert daemon.poll() is None
         except BaseException as why:

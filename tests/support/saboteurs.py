@@ -33,7 +33,7 @@ class SaboteurHost(LocalHost):
             command = [sys.executable, "-m", "tests.support.sabotage"]
             env = {**os.environ, "BELAYER_ROOT": str(self.root)}
             self._zygote = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
-        eventually(self.paths.zygote_sock.exists, within=300, what="the zygote listens", every=0.2)
+        eventually(self.paths.zygote_sock.exists, within=900, what="the zygote listens", every=0.2)
         self.start(ROLLOUT)
         self.until_protected()
 

@@ -68,7 +68,7 @@ class WorkerStack(Stack):
         super().__init__(slot, model, zygote)
         self._workers: list[Worker] = []
 
-    def spawn(self, within: float = 300.0) -> Worker:
+    def spawn(self, within: float = 900.0) -> Worker:
         name = new_worker_id("slot0")
         zygote = SeqClient(self.paths.zygote_sock, timeout=300.0)
         spawned, fds = zygote.call(w.SpawnWorker(worker_id=name, slot="slot0"), w.Spawned)
