@@ -15,7 +15,7 @@ import pytest
 import zmq.asyncio
 
 from belayer import procs, progress, refusals, statefile
-from belayer.config import Policy, Slot
+from belayer.config import Policy, Slot, load
 from belayer.errors import DaemonUnreachable, OwnerComing
 from belayer.messages.owner import Role
 from belayer.messages.worker import Oracle
@@ -27,6 +27,7 @@ from belayerd.handover import HANDOVER, Action
 from belayerd.links import OwnerLink
 from belayerd.records import Records
 from belayerd.sealed import Sealed
+from belayerd.service import Supervisor
 from belayerd.slot import SlotShell
 from gpuowner.attach import WeightsView
 from gpuowner.digest import CHUNK
@@ -128,6 +129,30 @@ def test_a_reader_that_follows_hears_how_far_it_is(host: Owners) -> None:
         update.commit()
     assert view.follow(1, lambda done, of: heard.append((done, of)))
     assert (view.grant.version, heard) == (2, [(CHUNK, NBYTES), (NBYTES, NBYTES)])
+
+
+def test_a_start_waits_for_an_owner_that_gets_on(host: Owners) -> None:
+    """A worker that finds nobody ends, and three of them end the slot."""
+    host.up("weights")
+    flag = hold(host)
+    reborn_slowly(host)
+
+    async def main() -> None:
+        supervisor = Supervisor(host.paths, load(host.paths.config), host.paths.config)
+        supervisor._zygote.ready.set()
+        supervisor._sealed.seen.add("m")
+        start = asyncio.create_task(supervisor._startable("m"))
+        await asyncio.wait({start}, timeout=2.5)  # longer than it waits for one that nobody has started
+        assert not start.done()
+        (slot,) = supervisor._slots.values()
+        assert "coming back: pid" in supervisor._view(slot).reason
+        flag.unlink()
+        await asyncio.wait_for(start, 60)
+        supervisor._router.close()
+        supervisor._context.destroy(linger=0)
+        supervisor._cgroups.remove_all()
+
+    asyncio.run(main())
 
 
 def in_a_handover(host: Owners, body: Callable[[SlotShell], Awaitable[None]], policy: Policy) -> p.Pair:
