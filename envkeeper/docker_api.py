@@ -78,7 +78,7 @@ class DockerApi:
         config = SETTINGS.with_name("docker-api.conf")
         marks.make_folder()
         write_bytes(config, CRIU_SETTINGS.encode(), durable=False)
-        write_bytes(SETTINGS, f"config={config}\npath={search}\n".encode(), durable=False)
+        write_bytes(SETTINGS, f"config={config}\npath={search}\nroom=1\n".encode(), durable=False)
 
     def folder(self, container_id: str) -> Path:
         return self._data_root / "containers" / container_id / "checkpoints"

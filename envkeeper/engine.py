@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from belayer.errors import BelayerError, HostUnfit, Refused, RestoreFailed, SandboxLost
-from envkeeper import admission, lives, marks, network, passing, seccomp
+from envkeeper import admission, limits, lives, marks, network, passing, seccomp
 from envkeeper.docker_port import GLANCE_S, TIMEOUT_S, DockerPort, EngineFault
 from envkeeper.recipe import Recipe
 
@@ -118,10 +118,10 @@ class Engine:
             client = self._docker.client()
             host = client.create_host_config(
                 network_mode=f"container:{holder}" if holder else "none",
-                mem_limit=recipe.memory_mb << 20,
-                memswap_limit=recipe.memory_mb << 20,
-                cpu_period=100_000,
-                cpu_quota=max(1_000, int(recipe.cpus * 100_000)),
+                mem_limit=limits.memory(recipe),
+                memswap_limit=limits.memory(recipe),
+                cpu_period=limits.PERIOD_US,
+                cpu_quota=limits.quota_us(recipe),
                 pids_limit=recipe.pids,
                 binds=binds,
                 ipc_mode="private",

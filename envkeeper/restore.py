@@ -5,6 +5,7 @@ a fresh container from the pinned image and our own recorded recipe, never from 
 emptied and filled, with nothing mounted over it -> start, which restores the processes (envkeeper.revive) -> hashes of
 everything that was used are compared (they run beside the steps above; nothing is served before they are in) -> the
 nonce in PID 1's memory is asked back. Only then is it served; anything else destroys the new container and says why.
+Between start and proof the limits of the recipe are put on: they are raised for the start (envkeeper.limits).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 from belayer.clock import Stopwatch, monotonic
 from belayer.errors import BelayerError, RestoreFailed
 from belayer.procs import is_dead, wait_dead
-from envkeeper import passing, upper
+from envkeeper import limits, passing, upper
 from envkeeper.agentlink import AgentLink, open_pidfd
 from envkeeper.docker_port import EngineFault
 from envkeeper.engine import Engine, Life
@@ -198,6 +199,7 @@ class Restorer:
         life = self._engine.life(container_id)
         pidfd = open_pidfd(life.pid)
         try:
+            differs = limits.put_on(life.pid, manifest.recipe)
             link = AgentLink(life.pid, pidfd)
             status = link.wait_ready(timeout_s)
             nonce = link.ask_nonce(timeout_s)
@@ -217,6 +219,7 @@ class Restorer:
             os.close(pidfd)
             raise
         said = f"nonce and boundary {manifest.boundary} from PID 1's memory; {tree}; sha256 of every file"
+        said += f"; {differs}" if differs else ""
         return life, pidfd, link, said
 
 

@@ -74,7 +74,8 @@ class RuntimeReviver:
                 os.link(image, images / image.name)
         (images / "descriptors.json").write_text(json.dumps(list(manifest.stdio)))
         marks.arm(
-            container_id, f"images={images}\nwork={logs}\nconfig={self._config}\npath={self._search}\nnetwork=none\n"
+            container_id,
+            f"images={images}\nwork={logs}\nconfig={self._config}\npath={self._search}\nnetwork=none\nroom=1\n",
         )
         reach(Point.RESTORE_ARMED)
         try:

@@ -1,4 +1,4 @@
-"""What a sandbox used, from its control group and its upper layer: cgroup v1 and v2.
+"""What a sandbox used, from its control groups and its upper layer: cgroup v1 and v2.
 
 The group counts everything in the sandbox, services of earlier actions and page cache included; what the action's own
 processes used is the agent's to tell.
@@ -19,7 +19,21 @@ class Meter:
         self._cpu, self._memory, self._v2 = _groups(pid)
         self._peak_fd = -1
         self._reset_peak()
-        self._before = self._cpu_ns()
+        self._before, self._kills_before = self._cpu_ns(), self._kills()
+
+    def killed(self) -> int:
+        """Processes of the sandbox that the kernel has killed for want of memory since the beginning."""
+        return max(0, self._kills() - self._kills_before)
+
+    def _kills(self) -> int:
+        if self._memory is None:
+            return 0
+        name = "memory.events" if self._v2 else "memory.oom_control"
+        try:
+            rows = dict(line.split() for line in (self._memory / name).read_text().splitlines())
+        except OSError:  # the group went with its sandbox
+            return 0
+        return int(rows.get("oom_kill", 0))
 
     def close(self) -> tuple[float, int]:
         """(CPU seconds, peak bytes) since the beginning."""
@@ -66,19 +80,25 @@ class Meter:
 def _groups(pid: int) -> tuple[Path | None, Path | None, bool]:
     """(folder with CPU figures, folder with memory figures, cgroup v2?)."""
     try:
-        rows = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+        found = groups(pid)
     except OSError:  # it has just died: the action's own end will tell. Or no descriptor is left: no reason to fail it.
         return None, None, False
+    if "cpuacct" in found:
+        return found["cpuacct"], found.get("memory"), False
+    unified = found.get("")
+    return unified, unified, True
+
+
+def groups(pid: int) -> dict[str, Path]:
+    """Folder of each controller's group that ``pid`` is in; of cgroup v2 under "". Raises OSError."""
+    rows = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
     found: dict[str, Path] = {}
     for _, controllers, path in rows:
         for name in controllers.split(","):
             found[name] = _ROOT / controllers / path.lstrip("/")
             if not found[name].is_dir():
                 found[name] = _ROOT / name / path.lstrip("/")
-    if "cpuacct" in found:
-        return found["cpuacct"], found.get("memory"), False
-    unified = found.get("")
-    return unified, unified, True
+    return found
 
 
 def disk_bytes(upper: Path) -> int:

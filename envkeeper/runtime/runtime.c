@@ -11,8 +11,12 @@
  * its successor: refused.
  *
  * Lines of a claim, key=value: images, work, config (a CRIU configuration file), path (PATH for runc and criu),
- * network ("none": loopback only).
+ * network ("none": loopback only), room ("1": restore below raised limits, see below).
  * The images carry no network namespace: it is made or joined here, and what runc restores inherits it.
+ *
+ * A restore needs more of a sandbox's limits than its life did: CRIU runs below them, beside what it brings back. So a
+ * sandbox is restored below higher ones (`with_room`) for an envkeeper that says it will put the true ones on before it
+ * serves the life (envkeeper/limits.py).
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -64,7 +68,7 @@ static char *slurp(const char *path, size_t *size) {
     return data;
 }
 
-static const char *value(char *claim, const char *key) {
+static const char *told(char *claim, const char *key) {
     static char kept[8][4096];
     static int used;
     size_t k = strlen(key);
@@ -76,13 +80,46 @@ static const char *value(char *claim, const char *key) {
         kept[used][n] = 0;
         return kept[used++];
     }
-    errno = EINVAL;
-    fail("claim has no", key);
     return NULL;
 }
 
+static const char *value(char *claim, const char *key) {
+    const char *found = told(claim, key);
+    errno = EINVAL;
+    if (!found) fail("claim has no", key);
+    return found;
+}
+
+/* `text` with the number behind `key` raised by `add`, or -1 (no limit) for one below 0; as it is where there is no such limit. */
+static char *replaced(char *text, size_t *n, const char *key, long long add) {
+    char *from = strstr(text, "\"resources\":{"), *at = from ? strstr(from, key) : NULL, *end, *out;
+    if (!at) return text;
+    at += strlen(key);
+    long long now = strtoll(at, &end, 10);
+    if (end == at || now <= 0) return text;
+    if (!(out = malloc(*n + 24))) fail("no memory for", key);
+    int head = snprintf(out, *n + 24, "%.*s%lld", (int)(at - text), text, add < 0 ? -1 : now + add);
+    memcpy(out + head, end, text + *n - end + 1);
+    *n = head + (text + *n - end);
+    free(text);
+    return out;
+}
+
+/* Room for CRIU itself, a helper for each session whose leader has ended, and what each task needs before it is itself
+   again. Bounded: a fork bomb runs on before its limit is back. Time alone harms nobody. */
+static char *with_room(char *text, size_t *n) {
+    static const char pids_key[] = "\"pids\":{\"limit\":";
+    char *found = strstr(text, pids_key);
+    long long pids = found ? strtoll(found + sizeof pids_key - 1, NULL, 10) : 0;
+    long long tasks = pids > 0 && pids < 1024 ? pids : 1024, memory = (64 + 2 * tasks) << 20;
+    text = replaced(text, n, pids_key, pids + 64);
+    text = replaced(text, n, "\"memory\":{\"limit\":", memory);
+    text = replaced(text, n, "\"swap\":", memory);
+    return replaced(text, n, "\"quota\":", -1);
+}
+
 /* The annotation is the only way to hand runc per-container CRIU options such as manage-cgroups=ignore. */
-static char *annotate(const char *bundle, const char *config, int alone) {
+static char *annotate(const char *bundle, const char *config, int alone, int room) {
     char path[4200], tmp[4200];
     size_t n;
     snprintf(path, sizeof path, "%s/config.json", bundle);
@@ -93,6 +130,7 @@ static char *annotate(const char *bundle, const char *config, int alone) {
        for it). With no network there is nothing to hand over: loopback, which is all there is, is brought up below. */
     char *hook = strstr(text, "\"hooks\":{\"prestart\":[");
     if (hook && alone) memcpy(hook + 10, "none_", 5);
+    if (room) text = with_room(text, &n);
     int fd = open(tmp, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
     if (fd < 0 || dprintf(fd, "{\"annotations\":{\"org.criu.config\":\"%s\"},", config) < 0) fail("cannot write", tmp);
     for (size_t off = 1; off < n;) {
@@ -163,7 +201,7 @@ static void restore(int argc, char **argv, int verb, char *claim) {
     }
     if (!bundle || !pid_file) { errno = EINVAL; fail("create without", "--bundle or --pid-file"); }
     setenv("PATH", value(claim, "path"), 1);
-    own_network(annotate(bundle, value(claim, "config"), strcmp(value(claim, "network"), "none") == 0));
+    own_network(annotate(bundle, value(claim, "config"), strcmp(value(claim, "network"), "none") == 0, told(claim, "room") != NULL));
     for (int i = 0; i < verb; i++) args[n++] = argv[i];
     args[0] = "runc";
     const char *more[] = { "restore", "--detach", "--bundle", bundle, "--pid-file", pid_file, "--image-path", value(claim, "images"),
@@ -176,20 +214,25 @@ static void restore(int argc, char **argv, int verb, char *claim) {
 
 /* The fallback through Docker's own checkpoint API (envkeeper/docker_api.py): the CRIU that runc starts gets our settings
    in the same way, from a file that envkeeper leaves while it is configured so. */
-static void settings_of_api(int argc, char **argv, int verb) {
+static void settings_of_api(int argc, char **argv, int verb, int room) {
     if (access(API, R_OK)) return;
     char *kept = slurp(API, NULL);
     setenv("PATH", value(kept, "path"), 1);
     for (int i = verb + 1; i + 1 < argc; i++)
-        if (strcmp(argv[i], "--bundle") == 0) annotate(argv[i + 1], value(kept, "config"), 0);
+        if (strcmp(argv[i], "--bundle") == 0) annotate(argv[i + 1], value(kept, "config"), 0, room && told(kept, "room"));
 }
 
 /* Without an owner the container is nobody's sandbox, and whoever made it may do as he likes. */
-static void only_once(const char *claim) {
-    char once[520], owner[520];
-    snprintf(once, sizeof once, "%s.once", claim);
+static int owned(const char *claim) {
+    char owner[520];
     snprintf(owner, sizeof owner, "%s.owner", claim);
-    if (access(owner, F_OK)) return;
+    return access(owner, F_OK) == 0;
+}
+
+static void only_once(const char *claim) {
+    char once[520];
+    snprintf(once, sizeof once, "%s.once", claim);
+    if (!owned(claim)) return;
     int fd = open(once, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd >= 0) close(fd);
     else if (errno == EEXIST) die("this container has been started before: a sandbox has one life, restore its checkpoint");
@@ -212,7 +255,8 @@ int main(int argc, char **argv) {
         int begins = strcmp(argv[verb], "create") == 0 || strcmp(argv[verb], "restore") == 0;
         if (begins) only_once(claim);
         if (strcmp(argv[verb], "create") == 0 && rename(claim, used) == 0) restore(argc, argv, verb, slurp(used, NULL));
-        if (begins || strcmp(argv[verb], "checkpoint") == 0) settings_of_api(argc, argv, verb);
+        if (begins || strcmp(argv[verb], "checkpoint") == 0) 
+            settings_of_api(argc, argv, verb, strcmp(argv[verb], "restore") == 0 && owned(claim));
         /* What was restored runs already; runc would refuse to start it. */
         if (strcmp(argv[verb], "start") == 0 && rename(used, started) == 0) return 0;
     }
