@@ -28,7 +28,7 @@ from belayer.messages.sandbox import (
 )
 from envkeeper import restore
 from envkeeper.actions import MAX_OUTPUT, check_file, observe, plan
-from envkeeper.agentlink import Action, ActionResult, AgentError, AgentLink
+from envkeeper.agentlink import SOCKET_IN_SANDBOX, Action, ActionResult, AgentError, AgentLink
 from envkeeper.core import Event, State
 from envkeeper.failpoints import Point, reach
 from envkeeper.keeper import Box, Keeper, alive
@@ -57,11 +57,14 @@ class Acting:
             watch, meter = Stopwatch(), Meter(box.record.pid)
             try:
                 result, limit = await self._run(box, link, action)
+                limit = limit or _memory(meter.killed(), box.record.recipe.memory_mb)
             except AgentError as why:
                 keeper.go(box, Event.DECLINED)
                 raise Refused(f"{ask.sandbox_id}: {why.message}", kept=f"boundary {number - 1}") from why
-            except (SandboxLost, OSError) as why:
-                await self._lose(box, number, str(why))
+            except SandboxLost as why:
+                await self._lose(box, number, why.message)
+            except OSError as why:
+                await self._unreached(box, number, why)
             finally:
                 cpu_s, peak = meter.close()
             await self._commit(box, number, ask.context_digest, unkilled=result.unkilled)
@@ -83,8 +86,10 @@ class Acting:
                     written += 1
             except AgentError as why:
                 failed = why.message
-            except (SandboxLost, OSError) as why:
-                await self._lose(box, number, str(why))
+            except SandboxLost as why:
+                await self._lose(box, number, why.message)
+            except OSError as why:
+                await self._unreached(box, number, why)
             if not written:  # nothing has changed, and the agent still counts the boundary before
                 keeper.go(box, Event.DECLINED)
                 raise Refused(f"{ask.sandbox_id}: {failed or 'no files'}", kept=f"boundary {number - 1}")
@@ -124,7 +129,11 @@ class Acting:
                 limit = f"disk: {now >> 20} MiB of {most >> 20}"
                 with contextlib.suppress(BelayerError, OSError):  # what became of it, its own end tells
                     await keeper.thread(link.stop, action.number)
-        return await running, limit
+        result = await running
+        if not limit:  # what grew before it, beside it, or faster than the looks
+            now = await keeper.thread(disk_bytes, upper)
+            limit = f"disk: {now >> 20} MiB of {most >> 20}" if now > most else ""
+        return result, limit
 
     async def _commit(self, box: Box, number: int, digest: str, *, unkilled: bool = False) -> None:
         """On record before it is told (promise E5)."""
@@ -156,20 +165,32 @@ class Acting:
         why = await self._keeper.thread(self._keeper.host.engine.why_dead, container)
         return pid, f"pidfd of PID 1 readable (dead); Docker: {why}", ms
 
-    async def _lose(self, box: Box, number: int, why: str) -> NoReturn:
-        """The end of action ``number`` was not seen: no observation, no replay."""
+    async def _unreached(self, box: Box, number: int, why: OSError) -> NoReturn:
+        """The agent could not be asked. Where its life still has a root, no death of its own is behind it."""
+        lives = await self._keeper.thread(os.path.isdir, f"/proc/{box.record.pid}/root/")
+        said = f"its agent cannot be reached: {why.strerror} at /{SOCKET_IN_SANDBOX}"
+        if lives:
+            said += ", which something in the sandbox has taken away; its PID 1 lives"
+        await self._lose(box, number, said, lives=lives)
+
+    async def _lose(self, box: Box, number: int, why: str, *, lives: bool = False) -> NoReturn:
+        """The end of action ``number`` was not seen: no observation, no replay. ``lives``: Docker knows of no end."""
         if box.record.state is State.ACTING:
             self._keeper.go(box, Event.FATE_UNKNOWN, f"action {number}: {why}")
             self._keeper.save(box, durable=True)
-        docker = await self._keeper.thread(self._keeper.host.engine.why_dead, box.record.container_id)
+        said = "" if lives else await self._keeper.thread(self._keeper.host.engine.why_dead, box.record.container_id)
         raise SandboxLost(
-            f"{box.record.sandbox_id} was lost in action {number} ({why}; Docker: {docker}): "
+            f"{box.record.sandbox_id} was lost in action {number} ({why}{said and f'; Docker: {said}'}): "
             "what the action did is unknown",
             kept=f"checkpoint {box.ready.checkpoint_id} at boundary {box.ready.boundary}"
             if box.ready
             else "no checkpoint",
             remedy="restore, and generate again from that boundary" if box.ready else "start a new sandbox",
         )
+
+
+def _memory(killed: int, most_mb: int) -> str:
+    return f"memory: {killed} killed at {most_mb} MiB" if killed else ""
 
 
 def _put(link: AgentLink, number: int, file: FileIn, user: str) -> None:

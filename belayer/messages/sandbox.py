@@ -88,9 +88,11 @@ class Observation(Message, frozen=True, kw_only=True, tag=True):
     """A committed observation. ``boundary`` is the new k. ``stdout``/``stderr`` are UTF-8 with replacement; what was
     left out of the middle is said in its place, and ``*_bytes`` count all that was written.
 
-    ``exit_code`` is 124 when the action was ended (``timed_out``, or ``limit``: the name of the limit it broke), and
-    128+``signal`` when its program was killed. ``session_ended``: the shell is gone (it exited, or was killed with
-    its action); the next action of that session begins a fresh one, after a kill in the same directory."""
+    ``limit`` names a limit of the sandbox that was met: memory, when the kernel killed a process of it meanwhile, which
+    need not be the action's last; disk, when it holds more at the end. ``exit_code`` is 124 when the action was ended
+    (``timed_out``, or ``limit``: for growing beyond its disk), and 128+``signal`` when its program was killed.
+    ``session_ended``: the shell is gone (it exited, or was killed with its action); the next action of that session
+    begins a fresh one, after a kill in the same directory."""
 
     sandbox_id: str
     incarnation: str

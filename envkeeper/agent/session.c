@@ -18,10 +18,16 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-static const char *find_shell(void) {
+static const char *find_shell(const char **why) {
     static const char *known[] = { "/bin/bash", "/usr/bin/bash", "/bin/sh", "/usr/bin/sh" };
-    for (size_t i = 0; i < sizeof known / sizeof *known; i++)
+    static char text[128];
+    *why = "the image has no bash and no sh: run actions directly (argv)";
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
         if (access(known[i], X_OK) == 0) return known[i];
+        if (errno == ENOENT || *why == text) continue;
+        snprintf(text, sizeof text, "%s cannot be run (%s): run actions directly (argv)", known[i], strerror(errno));
+        *why = text;
+    }
     return NULL;
 }
 
@@ -67,9 +73,9 @@ static void run_shell(struct session *s, const struct who *w, const char *shell,
 /* Returns NULL, or why there is no shell. */
 const char *open_session(struct session *s, const struct who *w, const char *user, uint64_t number) {
     int in[2], ctl[2];
-    const char *shell = find_shell();
+    const char *why, *shell = find_shell(&why);
     if (s->shell) return strcmp(s->user, user) && s->uid != w->uid ? "the session belongs to another user" : NULL;
-    if (!shell) return "the image has no bash and no sh: run actions directly (argv)";
+    if (!shell) return why;
     if (pipe2(in, O_CLOEXEC)) return "no pipe for the session: too many open descriptors";
     if (pipe2(ctl, O_CLOEXEC)) { close(in[0]); close(in[1]); return "no pipe for the session: too many open descriptors"; }
     pid_t pid = fork();

@@ -14,8 +14,9 @@ from pathlib import Path
 import docker
 import pytest
 
-from belayer.errors import BelayerError, CheckpointRefused, Refused
+from belayer.errors import BelayerError, CheckpointRefused, Refused, SandboxLost
 from belayer.sandbox import Sandbox
+from envkeeper.usage import disk_bytes, groups
 from tests.support.envhost import EnvHost
 from tests.support.wait import eventually
 
@@ -236,11 +237,15 @@ def test_a_fork_bomb_ends_with_its_action(box: Sandbox) -> None:
 def test_memory_that_runs_out_costs_the_action_and_not_the_sandbox(host: EnvHost) -> None:
     box = host.create(memory_mb=64)
     try:
-        assert box.exec("python3 -c 'x = bytearray(200 << 20)'").exit_code == 137
+        seen = box.exec("python3 -c 'x = bytearray(200 << 20)'")
+        assert (seen.exit_code, seen.limit) == (137, "memory: 1 killed at 64 MiB")
+        seen = box.exec("head -c 200M /dev/zero | tail | wc -c")  # it ends well, and its answer is wrong
+        assert (seen.exit_code, seen.stdout, seen.limit) == (0, "0\n", "memory: 1 killed at 64 MiB")
         many = "import os\nfor _ in range(4): os.fork()\nx = bytearray(8 << 20)\nx[::4096] = b'x' * 2048\nos.wait()"
         seen = box.exec(f'python3 -c "{many}"', timeout_s=60)
         assert seen.usage.sandbox_peak_bytes in (0, 64 << 20)  # the limit was reached, where the kernel tells
-        assert box.exec("echo on").stdout == "on\n"
+        last = box.exec("echo on")
+        assert (last.stdout, last.limit) == ("on\n", "")
     finally:
         end(box)
 
@@ -257,12 +262,123 @@ def test_growth_beyond_the_disk_limit_ends_the_action_by_name(host: EnvHost) -> 
         seen = box.exec("head -c 60000000 /dev/zero > /big; sleep 60; echo never", timeout_s=50)
         assert (seen.exit_code, seen.timed_out, seen.stdout) == (124, False, "")
         assert seen.limit.startswith("disk: ")
-        assert box.exec("rm /big; sleep 1.5; echo room again").stdout == "room again\n"
+        seen = box.exec("rm /big; sleep 1.5; echo room again")
+        assert (seen.stdout, seen.limit) == ("room again\n", "")
+        box.checkpoint()
+        # What grows between its actions is told at the end of the next one, and put into no checkpoint.
+        box.exec("(sleep 0.5; head -c 60000000 /dev/zero > /big) >/dev/null 2>&1 &")
+        upper = upper_of(host, box)
+        eventually(lambda: disk_bytes(upper) >= 60_000_000, what="the writer has written")
+        seen = box.exec("echo told")
+        assert (seen.stdout, seen.exit_code, seen.limit[:6]) == ("told\n", 0, "disk: ")
+        with pytest.raises(CheckpointRefused, match="disk_limit"):
+            box.checkpoint()
+        box.exec("rm /big")
+        box.checkpoint()
     finally:
         end(box)
 
 
+def test_what_runs_inside_cannot_end_pid_1_and_who_stops_from_outside_can(box: Sandbox, host: EnvHost) -> None:
+    forged = """import ctypes, os
+libc, info = ctypes.CDLL(None, use_errno=True), bytearray(128)
+for code in (-1, 0):  # SI_QUEUE as nobody (taken, and no order to end); SI_USER as nobody: refused by the kernel
+    info[0:4], info[8:12] = (15).to_bytes(4, "little"), code.to_bytes(4, "little", signed=True)
+    print(libc.syscall(129, 1, 15, (ctypes.c_char * 128).from_buffer_copy(info)), ctypes.get_errno())
+"""
+    assert box.exec("kill -INT 1; kill -TERM 1; kill -HUP 1; echo sent").stdout == "sent\n"
+    if os.uname().machine == "x86_64":  # the number of the call
+        assert box.exec(["python3", "-c", forged]).stdout.split() == ["0", "0", "-1", "1"]
+    assert box.exec("echo on").stdout == "on\n"
+    container = host.info(box.sandbox_id).container_id
+    client = docker.APIClient()
+    try:
+        client.kill(container, "TERM")
+        eventually(lambda: host.info(box.sandbox_id).state == "lost", what="it has ended")
+        eventually(lambda: not client.inspect_container(container)["State"]["Running"], what="Docker knows")
+        assert client.inspect_container(container)["State"]["ExitCode"] == 0
+    finally:
+        client.close()
+
+
+def test_what_an_action_takes_away_from_its_sandbox_is_named(box: Sandbox) -> None:
+    box.exec("true", session="before")
+    box.exec("chmod 000 $(readlink -f /bin/bash) $(readlink -f /bin/sh)", session="before")
+    with pytest.raises(Refused, match=r"/bin/bash cannot be run \(Permission denied\)"):
+        box.exec("true", session="after")
+    box.exec("rm /run/belayer-agent.sock", session="before")
+    with pytest.raises(SandboxLost, match=r"No such file or directory at /run/belayer-agent\.sock, .* its PID 1 lives"):
+        box.exec("true", session="before")
+
+
 # ---- over a restore ----
+
+
+FULL = """
+import mmap, os, time
+if os.fork(): os._exit(0)
+os.setsid()
+while not os.path.exists("/go"): time.sleep(0.02)
+try:
+    while True:
+        if not os.fork(): time.sleep(100000)
+except OSError: pass
+name = "/sys/fs/cgroup/memory/memory.%s_in_bytes"
+used, most = (name % "usage", name % "limit") if os.path.exists(name % "usage") else (
+    "/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.max")
+kept, page = [], os.urandom(4096)
+while int(open(used).read()) < int(open(most).read()) - (2 << 20):
+    kept.append(mmap.mmap(-1, 1 << 18, flags=mmap.MAP_PRIVATE))
+    for at in range(0, 1 << 18, 4096): kept[-1][at:at + 4096] = page
+print(file=open("/full", "w"))
+time.sleep(100000)
+"""
+
+
+def test_a_sandbox_at_its_limits_comes_back_below_them(host: EnvHost) -> None:
+    """A restore runs below the limits of the sandbox: of those, it needs more than the life that was captured."""
+    box = host.create(pids=24, memory_mb=64, cpus=0.5)
+    try:
+        box.exec("true")  # its shell waits, without a process more
+        before = limits_of(host, box)
+        box.exec(["python3", "-c", FULL])
+        box.exec(": > /go")  # now that who began it is gone
+        eventually(lambda: (upper_of(host, box) / "full").exists(), what="its limits are met")
+        assert int(limits_of(host, box)["pids.current"]) == 24
+        wanted = box.checkpoint()
+        box.kill()
+        back = box.restore_info()
+        assert back.path == (f"{wanted.checkpoint_id}: restored",)
+        after = limits_of(host, box)
+        assert int(after["pids.current"]) == 24
+        assert (after["pids"], after["cpu"]) == (before["pids"], before["cpu"])
+        more = int(after["memory"]) - int(before["memory"])  # forks share less when they come back
+        assert more == 0 or (0 < more < 24 << 20 and "limit of memory" in back.proof)
+        with pytest.raises(Refused, match="limit of processes"):
+            box.exec("true", session="one more")
+        assert box.exec("kill -KILL -1; echo room").exit_code in (0, 137)
+        eventually(lambda: int(limits_of(host, box)["pids.current"]) < 5, what="they are gone")
+        assert box.exec("echo on").stdout == "on\n"
+    finally:
+        end(box)
+
+
+def limits_of(host: EnvHost, box: Sandbox) -> dict[str, str]:
+    found = groups(host.info(box.sandbox_id).pid)
+    names = {"pids": "pids.max", "pids.current": "pids.current", "cpu": "cpu.max", "memory": "memory.max"}
+    if "memory" in found:
+        names |= {"cpu": "cpu.cfs_quota_us", "memory": "memory.limit_in_bytes"}
+    shelf = {key: found.get(key.split(".")[0], found.get("")) for key in names}
+    return {key: (folder / names[key]).read_text().strip() for key, folder in shelf.items() if folder}
+
+
+def upper_of(host: EnvHost, box: Sandbox) -> Path:
+    client = docker.APIClient()
+    try:
+        seen = client.inspect_container(host.info(box.sandbox_id).container_id)
+    finally:
+        client.close()
+    return Path(seen["GraphDriver"]["Data"]["UpperDir"])
 
 
 def test_sessions_and_services_come_back(box: Sandbox) -> None:
