@@ -82,7 +82,8 @@ class RuntimeReviver:
             self._engine.start(container_id)
         except RestoreFailed as why:
             words = f"{why.message}{first_error(logs, 'restore.log')}"
-            short = isinstance(why, passing.Hindered) or passing.is_short(errors(logs, "restore.log"))
+            said = errors(logs, "restore.log")  # a CRIU that ends of itself has said why, whatever runc makes of it
+            short = passing.is_short(said) or (isinstance(why, passing.Hindered) and not said)
             raise (passing.Hindered if short else RestoreFailed)(words, kept="the checkpoint") from why
         if not marks.taken(container_id):
             raise RestoreFailed(
