@@ -29,7 +29,6 @@ from envkeeper.failpoints import Point, reach
 from envkeeper.recipe import Recipe
 from envkeeper.rests import Rests
 from envkeeper.store import FORMAT, FileDigest, Manifest, Store
-from envkeeper.usage import disk_bytes
 
 CRIU_FOLDER = "criu"
 _ANSWERS_S = 30.0  # how long an agent may take to answer on a busy host, before a dump and after one that was cut off
@@ -171,7 +170,6 @@ class Checkpointer:
     def capture(self, subject: Subject, link: AgentLink, store: Store) -> Draft:
         """Blocking; the sandbox runs again when this returns or raises. On any failure nothing is left of it."""
         watch, phases = Stopwatch(), dict[str, float]()
-        _within_its_disk(subject)
         nonce = secrets.token_bytes(32)
         with _incomplete(subject):
             folder = store.begin(subject.boundary)
@@ -262,18 +260,6 @@ class Checkpointer:
             upper_entries=len(draft.captured.entries),
             frozen_ms=round(draft.frozen_ms, 3),
             phases_ms={name: round(ms, 3) for name, ms in draft.phases.items()},
-        )
-
-
-def _within_its_disk(subject: Subject) -> None:
-    """Raises CheckpointRefused: what fills the disk of its host must not fill that of the checkpoints as well."""
-    most = subject.recipe.disk_mb << 20
-    now = disk_bytes(subject.life.upper) if most else 0
-    if now > most:
-        raise CheckpointRefused(
-            f"disk_limit: {subject.sandbox_id} holds {now >> 20} MiB on disk, and its limit is {most >> 20}",
-            kept=_KEPT,
-            remedy="remove files in it, then checkpoint again",
         )
 
 
