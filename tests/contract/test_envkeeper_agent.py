@@ -288,7 +288,7 @@ for code in (-1, 0):  # SI_QUEUE as nobody (taken, and no order to end); SI_USER
         assert box.exec(["python3", "-c", forged]).stdout.split() == ["0", "0", "-1", "1"]
     assert box.exec("echo on").stdout == "on\n"
     container = host.info(box.sandbox_id).container_id
-    client = docker.APIClient()
+    client = docker.APIClient(timeout=300)
     try:
         client.kill(container, "TERM")
         eventually(lambda: host.info(box.sandbox_id).state == "lost", what="it has ended")
@@ -370,7 +370,7 @@ def limits_of(host: EnvHost, box: Sandbox) -> dict[str, str]:
 
 
 def upper_of(host: EnvHost, box: Sandbox) -> Path:
-    client = docker.APIClient()
+    client = docker.APIClient(timeout=300)
     try:
         seen = client.inspect_container(host.info(box.sandbox_id).container_id)
     finally:
@@ -422,7 +422,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def empty() -> Iterator[str]:
-    client = docker.APIClient()
+    client = docker.APIClient(timeout=300)
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w"):
         pass

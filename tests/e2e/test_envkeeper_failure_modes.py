@@ -43,7 +43,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvHost]:
 
 
 def upper_of(host: EnvHost, box: Sandbox) -> Path:
-    client = docker.APIClient()
+    client = docker.APIClient(timeout=300)
     try:
         seen = client.inspect_container(host.info(box.sandbox_id).container_id)
     finally:
@@ -55,7 +55,7 @@ def upper_of(host: EnvHost, box: Sandbox) -> Path:
 def test_1_incomplete_state_is_refused(host: EnvHost, box: Sandbox) -> None:
     """A process that no dump of PID 1's tree carries. Control: it really is in the sandbox and outside of that tree."""
     box.exec("X=1")
-    client = docker.APIClient()
+    client = docker.APIClient(timeout=300)
     try:
         made = client.exec_create(host.info(box.sandbox_id).container_id, ["sleep", "1000"])["Id"]
         client.exec_start(made, detach=True)
@@ -109,7 +109,7 @@ def _continued(log: Path, following: int) -> str:
 def test_3_stale_dependencies_are_in_the_record(host: EnvHost) -> None:
     """The clock jumped, a credential expired, the tag names another image."""
     ended, valid = (token(time.time() + more) for more in (-1, 86400))
-    client, tag = docker.APIClient(), "belayer-test-moving:tag"
+    client, tag = docker.APIClient(timeout=300), "belayer-test-moving:tag"
     try:
         old = client.inspect_image(IMAGE)["Id"]
         client.tag(IMAGE, "belayer-test-moving", "tag")

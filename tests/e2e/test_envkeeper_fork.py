@@ -219,7 +219,7 @@ def test_a_container_has_one_life(host: EnvHost, box: Sandbox) -> None:
 
 
 def runs(container: str) -> bool:
-    client = docker.APIClient()
+    client = docker.APIClient(timeout=300)
     try:
         return bool(client.inspect_container(container)["State"]["Running"])
     finally:

@@ -29,7 +29,7 @@ GATE = "172.29.71.1"  # the host, as sandboxes with egress see it
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[docker.APIClient]:
-    found = docker.APIClient()
+    found = docker.APIClient(timeout=300)
     yield found
     found.close()
 
