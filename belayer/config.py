@@ -160,6 +160,7 @@ class Envkeeper(_Section, frozen=True, kw_only=True):
     configured image that wait, ready made. ``egress``: what sandboxes may be allowed at most, as
     ADDRESS[/BITS]:PORT[-PORT][/tcp|udp]; ``bridge``: the Docker network of those that are allowed something.
     ``disk_budget_mb``: of all checkpoints (0: none); above it the oldest go down to ``disk_low_mb`` (0: 80 % of it).
+    ``restore_timeout_s``: how long a restored sandbox may take to answer, after at most twice that for its restore.
     ``checkpoint_ttl_s``: age at which a checkpoint goes that no living sandbox has READY (0: never).
     ``encrypt_key_file``: 32 bytes or 64 hex digits, or env:NAME; checkpoints are then sealed on disk."""
 

@@ -93,7 +93,9 @@ def containers(host: Host, config: Envkeeper, checkpoints: Path) -> Containers:
         api.check(host.versions, host.search)
         dumper, reviver = ApiDumper(api), ApiReviver(api)
     else:
-        dumper, reviver = host.criu, RuntimeReviver(host.engine, checkpoints / ".restores", host.search, host.plugins)
+        start_s = 2 * config.restore_timeout_s  # the agent's answer has the time itself; pages come before it
+        work = checkpoints / ".restores"
+        dumper, reviver = host.criu, RuntimeReviver(host.engine, work, host.search, host.plugins, start_s)
     reflink = upper.shares_blocks(data_root, checkpoints)
     checkpointer = Checkpointer(dumper, host.versions, config.checkpoint_timeout_s, reflink=reflink, relocks=relocks)
     return Containers(checkpointer, Restorer(host.engine, reviver), reviver.path)

@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import socket
 import struct
 import time
@@ -32,6 +31,7 @@ from envkeeper.criu import DumpCut, DumpHung, DumpPlan, Moment, errors, first_er
 from envkeeper.disk import FULL
 from envkeeper.docker_port import DockerPort, EngineAway, EngineFault
 from envkeeper.failpoints import Point, reach
+from envkeeper.hung import end_dump, end_restore
 from envkeeper.store import Manifest
 
 SETTINGS = marks.CLAIMS.parent / "docker-api"  # read by the OCI runtime for `create`, `checkpoint` and `restore`
@@ -271,6 +271,10 @@ class ApiReviver:
         reach(Point.RESTORE_ARMED)
         try:
             self._api.start(container_id, name, self._timeout_s)
+        except EngineAway as why:
+            if not why.late or not (ended := end_restore(container_id)):
+                raise
+            raise passing.hung(container_id, self._timeout_s, ended) from why
         except EngineFault as why:
             said = why.said or why.message
             log = re.search(r"log file: (\S+)", said)
@@ -294,22 +298,3 @@ class ApiReviver:
         for leak in folder.glob("ctrd-checkpoint*"):
             if (leak / nonce).exists():  # ours for certain
                 shutil.rmtree(leak, ignore_errors=True)
-
-
-def end_dump(container_id: str) -> list[int]:
-    """SIGKILL to the runc that dumps ``container_id`` and to what it started; their pids."""
-    found: dict[int, int] = {}
-    roots = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit():
-            continue
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if b"checkpoint" in words and container_id.encode() in words and words[0].endswith(b"runc"):
-                roots.append(int(folder.name))
-    tree = [pid for pid in found if pid in roots or found[pid] in roots]
-    for pid in sorted(tree, key=lambda pid: pid in roots):  # CRIU first: an orphan would dump on
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return tree

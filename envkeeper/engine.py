@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from belayer.errors import BelayerError, HostUnfit, Refused, RestoreFailed, SandboxLost
-from envkeeper import admission, limits, lives, marks, network, passing, seccomp
-from envkeeper.docker_port import GLANCE_S, TIMEOUT_S, DockerPort, EngineFault
+from envkeeper import admission, hung, limits, lives, marks, network, passing, seccomp
+from envkeeper.docker_port import GLANCE_S, TIMEOUT_S, DockerPort, EngineAway, EngineFault
 from envkeeper.recipe import Recipe
 
 AGENT_IN_SANDBOX = "/.belayer/agent"
@@ -215,11 +215,16 @@ class Engine:
         with self._docker.reading("for a layer"):
             return _layers(self._inspect(container_id))
 
-    def start(self, container_id: str) -> None:
-        """Raises RestoreFailed with the engine's words; Hindered where they are not about what is being started."""
+    def start(self, container_id: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Raises RestoreFailed with the engine's words; Hindered where they are not about what is being started, and
+        where a restore was not over in time: its runc and CRIU are killed then."""
         try:
             with self._docker.reading("to start a container"):
-                self._docker.client().start(container_id)
+                self._docker.client(timeout_s).start(container_id)
+        except EngineAway as why:
+            if not why.late or not (ended := hung.end_restore(container_id)):
+                raise
+            raise passing.hung(container_id, timeout_s, ended) from why
         except EngineFault as why:
             kind = RestoreFailed if passing.of_criu(why.said) else passing.Hindered
             raise kind(f"container {container_id[:12]} did not start: {why.said or why.message}") from why
@@ -299,6 +304,11 @@ class Engine:
                     raise
                 time.sleep(_REMOVAL_S)
         marks.forget(container_id)
+
+    def unmake(self, container_id: str) -> None:
+        """``remove``, of one whose restore may still be under way, or hang: Docker would wait for its end."""
+        hung.end_restore(container_id)
+        self.remove(container_id)
 
     def ours(self) -> dict[str, str]:
         """Container id -> sandbox id of all containers of this root, running or not. A holder has the id of its

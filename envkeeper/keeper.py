@@ -152,7 +152,7 @@ class Keeper:
         if not making:
             return
         try:
-            await self.thread(self.host.engine.remove, making)
+            await self.thread(self.host.engine.unmake, making)
         except BelayerError as why:
             self.log.error("half made and not removed yet", sandbox=box.record.sandbox_id, why=str(why))
             return

@@ -39,6 +39,17 @@ class Hindered(RestoreFailed):
         self.again = again
 
 
+def hung(container_id: str, after_s: float, ended: list[int]) -> Hindered:
+    """A restore that was not over in time, and was killed. Not tried again at once: it would take as long again."""
+    return Hindered(
+        f"the restore of container {container_id[:12]} was not over after {after_s:g} s; its runc and CRIU "
+        f"(pids {ended}) were killed",
+        kept="the checkpoint",
+        remedy="restore again later; raise envkeeper.restore_timeout_s if the host is only slow",
+        again=False,
+    )
+
+
 def of_criu(said: str) -> bool:
     """Whether an engine passes on what CRIU found, and not trouble of its own."""
     return bool(_CRIU_SAID.search(said))

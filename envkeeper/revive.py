@@ -17,6 +17,7 @@ from belayer.statefile import write_bytes
 from envkeeper import marks, passing, relocks
 from envkeeper.checkpoint import CRIU_FOLDER
 from envkeeper.criu import RESTORE_CONFIG, errors, first_error
+from envkeeper.docker_port import TIMEOUT_S
 from envkeeper.engine import Engine
 from envkeeper.failpoints import Point, reach
 from envkeeper.store import Manifest
@@ -42,12 +43,16 @@ class Reviver(Protocol):
 
 class RuntimeReviver:
     """``work``: a folder on the store's file system (images are hard-linked from it) for image links and logs.
-    ``search``: PATH for runc and CRIU. ``plugins``: folder of CRIU's (envkeeper.relocks), None where there are none."""
+    ``search``: PATH for runc and CRIU. ``plugins``: folder of CRIU's (envkeeper.relocks), None where there are none.
+    ``start_s``: what is not started by then hangs, and is killed."""
 
     path = "fast"
 
-    def __init__(self, engine: Engine, work: Path, search: str, plugins: Path | None = None) -> None:
+    def __init__(
+        self, engine: Engine, work: Path, search: str, plugins: Path | None = None, start_s: float = TIMEOUT_S
+    ) -> None:
         self._engine, self._work, self._search, self._plugins = engine, work, search, plugins
+        self._start_s = start_s
         work.mkdir(mode=0o700, parents=True, exist_ok=True)
         marks.make_folder()
         self._config = work / "criu.conf"
@@ -79,8 +84,10 @@ class RuntimeReviver:
         )
         reach(Point.RESTORE_ARMED)
         try:
-            self._engine.start(container_id)
+            self._engine.start(container_id, self._start_s)
         except RestoreFailed as why:
+            if isinstance(why, passing.Hindered) and not why.again:
+                raise
             words = f"{why.message}{first_error(logs, 'restore.log')}"
             said = errors(logs, "restore.log")  # a CRIU that ends of itself has said why, whatever runc makes of it
             short = passing.is_short(said) or (isinstance(why, passing.Hindered) and not said)

@@ -3,9 +3,11 @@ never left frozen (promises E1, E2). Every fault is real and seen before its out
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, SandboxLost
-from belayer.procs import state
+from belayer.errors import BelayerError, CheckpointIncomplete, CheckpointRefused, RestoreFailed, SandboxLost
+from belayer.procs import lives, state
 from belayer.sandbox import Sandbox
 from envkeeper import freezer, preflight, remains
 from envkeeper.agentlink import Action, AgentError, AgentLink, open_pidfd
@@ -281,3 +283,54 @@ def test_a_host_without_descriptors_has_asked_nothing(bench: Bench) -> None:
             os.close(fd)
     bench.goes_on()
     assert bench.box.exec("ls /never").exit_code == 2
+
+
+def test_a_hung_restore_is_ended_by_name_and_the_checkpoint_comes_back_later(tmp_path: Path) -> None:
+    """runc and CRIU know no deadline, and Docker would hold the container's lock for as long as they hang. An older
+    checkpoint is not taken for one that is whole; envkeeper killed meanwhile ends the hung one at its next start."""
+    hang, said, criu = tmp_path / "hang", tmp_path / "said", tmp_path / "criu"
+    criu.write_text(
+        f'#!/bin/sh\n[ "$1" = swrk ] && [ -e {hang} ] && {{ echo $$ >>{said}; kill -STOP $$; }}\nexec {BINARY} "$@"\n'
+    )
+    criu.chmod(0o755)
+    config = f'criu = "{criu}"\n'
+    with tempfile.TemporaryDirectory(prefix="bl-") as root:
+        host = EnvHost.start(Path(root), f"{config}restore_timeout_s = 5\n")
+        try:
+            box = host.create()
+            box.exec("X=40")
+            box.checkpoint()
+            box.exec("X=41")
+            ready = box.checkpoint()
+            os.kill(host.info(box.sandbox_id).pid, signal.SIGKILL)
+            eventually(lambda: host.info(box.sandbox_id).state == "lost", what="its death is seen")
+            hang.touch()
+            with pytest.raises(RestoreFailed, match="was not over after 10 s; its runc and CRIU") as told:
+                box.restore()
+            assert ready.checkpoint_id in told.value.kept
+            (stopped,) = said.read_text().split()
+            eventually(lambda: not lives(int(stopped)), what="it was stopped, and is gone")
+            host.kill()
+            host.paths.config.write_text(f"[envkeeper]\n{config}restore_timeout_s = 300\n")
+            host.restart()
+            box = Sandbox.attach(box.sandbox_id, paths=host.paths)
+            failed = threading.Thread(target=lambda: suppress_restore(box))
+            failed.start()
+            eventually(lambda: len(said.read_text().split()) == 2, what="another restore hangs")
+            host.kill()
+            failed.join()
+            host.restart()
+            stopped = said.read_text().split()[1]
+            eventually(lambda: not lives(int(stopped)), what="the next life has ended it")
+            hang.unlink()
+            box = Sandbox.attach(box.sandbox_id, paths=host.paths)
+            assert box.restore()[0] == 2
+            assert box.exec("echo $X").stdout == "41\n"
+            box.destroy()
+        finally:
+            host.stop()
+
+
+def suppress_restore(box: Sandbox) -> None:
+    with contextlib.suppress(BelayerError):  # envkeeper is killed meanwhile
+        box.restore()
