@@ -206,8 +206,12 @@ def test_the_ranks_are_shown(host: LocalHost) -> None:
         )
 
     host.until("the ranks", shown, 300.0)
-    code, shown, _ = ctl(host, "status")
-    assert (code, len(shown["host"]["slots"][0]["workers"][0]["ranks"])) == (0, 1)
+    code, told, _ = ctl(host, "status")
+    assert (code, len(told["host"]["slots"][0]["workers"][0]["ranks"])) == (0, 1)
+    for one in told["host"]["slots"][0]["workers"]:  # a name in /dev/shm is left by who is killed
+        for pid in (one["pid"], rank_of(one["pid"])):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            assert ("memfd:" in maps, "/dev/shm/" in maps) == (True, False)
 
 
 def test_the_weights_lie_in_two_parts_with_their_own_digests(host: LocalHost) -> None:

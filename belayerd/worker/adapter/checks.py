@@ -32,6 +32,7 @@ HOOKED: Hooked = (
     (f"{_LOADER}.utils", "initialize_model", ("vllm_config", "model_config")),
     (f"{_LAYERS}.fused_moe.unquantized_fused_moe_method", "UnquantizedFusedMoEMethod._setup_kernel", ("layer",)),
     (f"{_LAYERS}.fused_moe.oracle.unquantized", "UnquantizedMoeBackend.CPU", None),
+    ("vllm.distributed.parallel_state", "init_model_parallel_group", ("use_message_queue_broadcaster",)),
     ("vllm.distributed", "init_distributed_environment", ("world_size", "rank", "local_rank", "backend")),
     (f"{_LOADER}.utils", "process_weights_after_loading", ("model", "model_config", "target_device")),
     (f"{_LOADER}.utils", "record_metadata_for_reloading", ("model",)),

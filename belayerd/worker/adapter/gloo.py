@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d, is_gloo_available
+from vllm.distributed import parallel_state
 
 from belayer.errors import BelayerError
 
@@ -41,6 +43,18 @@ class OneDevice(distributed_c10d.ProcessGroupGloo):  # type: ignore[misc,unused-
 
 
 distributed_c10d.ProcessGroupGloo = OneDevice  # where torch looks it up for each new group
+
+_init_group = parallel_state.init_model_parallel_group
+
+
+@wraps(_init_group)
+def _without_queue(*args: Any, **kwargs: Any) -> Any:
+    """vLLM gives its group a queue of 24 MiB in /dev/shm, for a broadcast that nothing here makes; a process that is
+    killed would leave it there for ever."""
+    return _init_group(*args, **kwargs | {"use_message_queue_broadcaster": False})
+
+
+parallel_state.init_model_parallel_group = _without_queue
 
 
 @dataclass(frozen=True)
