@@ -53,12 +53,19 @@ class Stack:
 
 
 def prepare(box: Sandbox) -> None:
-    done = box.exec(f"mkdir -p /c && cat > /c/lib.py <<'LIB'\n{LIB}LIB\ncat > /c/look.py <<'LOOK'\n{LOOK}LOOK\n{SHELL}")
+    done = box.exec(
+        f"mkdir -p /c && cat > /c/lib.py <<'LIB'\n{LIB}LIB\ncat > /c/look.py <<'LOOK'\n{LOOK}LOOK\n"
+        f"cat > /c/shell <<'SHELL'\n{SHELL}SHELL\n"
+    )
     assert done.exit_code == 0, done.stderr
 
 
 def _in_folder(box: Sandbox, name: str, command: str, timeout_s: float = 240) -> str:
-    seen = box.exec(f"cd /c/{name} || exit 9\n{command}", timeout_s=timeout_s)
+    """What was wrong with it, or its answer. The shell may be another one than that of the case before, which a host
+    without time has ended: it is told then, and costs the cases that follow nothing."""
+    seen = box.exec(f". /c/shell; cd /c/{name} || exit 9\n{command}", timeout_s=timeout_s)
+    if seen.timed_out:
+        return f"not over after {timeout_s:g} s: {seen.stdout} {seen.stderr}"
     return seen.stdout + (f"[exit {seen.exit_code}] {seen.stderr}" if seen.exit_code or seen.stderr else "")
 
 

@@ -48,7 +48,7 @@ CASES = [
         "P57",
         "file and memory are of one instant: a log without a gap",
         TRIAL,
-        service("f = open('log', 'w'); n = 0\ndef write():\n    global n\n    while True: n += 1; f.write(f'{n}\\n'); f.flush()\n"
+        service("f = open('log', 'w'); n = 0\ndef write():\n    global n\n    while True: n += 1; f.write(f'{n}\\n'); f.flush(); time.sleep(0.0003)\n"
                 "threading.Thread(target=write, daemon=True).start()\nwhile n < 1000: time.sleep(0.001)",
                 "m = n\nwhile n < m + 1000: time.sleep(0.001)\n"
                 "rows = open('log').read().split('\\n')[:-1]; say(rows == [str(i + 1) for i in range(len(rows))])\nos._exit(0)"),
