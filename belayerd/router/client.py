@@ -135,24 +135,23 @@ class BelayerClient(seam.AsyncMPClient):  # type: ignore[misc]
         name = request.request_id.rpartition("-")[0] if ticket.named and params is not None else ""
         if ticket.position:
             self._check_position(request, ticket)
-        ticket.readers.append(request.request_id)
         self._tickets[request.request_id] = ticket
-        self._heart.add(
-            ev.Add(
-                request_id=request.request_id,
-                frames=_fitting(self._codec.encode(request)),
-                external_id=request.external_req_id or "",
-                session=request.session_id or "",
-                continuable=fidelity.continuable(request),
-                name=name,
-                digest=self._codec.digest(request) if name else b"",
-                position=ticket.position,
-                eager=bool(name) and self._codec.is_stream(params),
-                on_death=ticket.on_death,
-                pin=ticket.pin,
-                place=ticket.place,
-            )
+        event = ev.Add(
+            request_id=request.request_id,
+            frames=_fitting(self._codec.encode(request)),
+            external_id=request.external_req_id or "",
+            session=request.session_id or "",
+            continuable=fidelity.continuable(request),
+            name=name,
+            digest=self._codec.digest(request) if name else b"",
+            position=ticket.position,
+            eager=bool(name) and self._codec.is_stream(params),
+            on_death=ticket.on_death,
+            pin=ticket.pin,
+            place=ticket.place,
         )
+        ticket.readers.append(request.request_id)  # by these the guard knows whether its room was taken
+        self._heart.add(event)
 
     def _check_position(self, request: Any, ticket: Ticket) -> None:
         if not request.request_id.startswith(request.external_req_id) or ticket.readers:
