@@ -289,8 +289,10 @@ def test_a_hung_restore_is_ended_by_name_and_the_checkpoint_comes_back_later(tmp
     """runc and CRIU know no deadline, and Docker would hold the container's lock for as long as they hang. An older
     checkpoint is not taken for one that is whole; envkeeper killed meanwhile ends the hung one at its next start."""
     hang, said, criu = tmp_path / "hang", tmp_path / "said", tmp_path / "criu"
+    mounted = "grep -o 'runtime-runc[^ ]*/criu-root' /proc/mounts"  # runc is in the middle of a restore
     criu.write_text(
-        f'#!/bin/sh\n[ "$1" = swrk ] && [ -e {hang} ] && {{ echo $$ >>{said}; kill -STOP $$; }}\nexec {BINARY} "$@"\n'
+        f'#!/bin/sh\n[ "$1" = swrk ] && [ -e {hang} ] && {mounted} >>{said}.mounts && '
+        f'{{ echo $$ >>{said}; kill -STOP $$; }}\nexec {BINARY} "$@"\n'
     )
     criu.chmod(0o755)
     config = f'criu = "{criu}"\n'
@@ -310,6 +312,7 @@ def test_a_hung_restore_is_ended_by_name_and_the_checkpoint_comes_back_later(tmp
             assert ready.checkpoint_id in told.value.kept
             (stopped,) = said.read_text().split()
             eventually(lambda: not lives(int(stopped)), what="it was stopped, and is gone")
+            eventually(lambda: not still_mounted(Path(f"{said}.mounts")), what="what runc had mounted is gone")
             host.kill()
             host.paths.config.write_text(f"[envkeeper]\n{config}restore_timeout_s = 300\n")
             host.restart()
@@ -322,6 +325,7 @@ def test_a_hung_restore_is_ended_by_name_and_the_checkpoint_comes_back_later(tmp
             host.restart()
             stopped = said.read_text().split()[1]
             eventually(lambda: not lives(int(stopped)), what="the next life has ended it")
+            eventually(lambda: not still_mounted(Path(f"{said}.mounts")), what="what runc had mounted is gone")
             hang.unlink()
             box = Sandbox.attach(box.sandbox_id, paths=host.paths)
             assert box.restore()[0] == 2
@@ -329,6 +333,12 @@ def test_a_hung_restore_is_ended_by_name_and_the_checkpoint_comes_back_later(tmp
             box.destroy()
         finally:
             host.stop()
+
+
+def still_mounted(seen: Path) -> set[str]:
+    """Of what was mounted while a restore hung; others restore on this host too, and come to their end."""
+    now = Path("/proc/mounts").read_text()
+    return {point for point in seen.read_text().split() if point in now}
 
 
 def suppress_restore(box: Sandbox) -> None:
