@@ -26,8 +26,11 @@ start_engine() {
       die "dockerd runs (pid $running) but does not answer on its socket" "look at its log; unset DOCKER_HOST if it points elsewhere"
     fi
     rm -f /var/run/docker.pid # left by an engine that was killed
-    TMPDIR=$tmp PATH=$PREFIX/criu/usr/sbin:$PATH \
-      setsid nohup "$dockerd" >>"$log" 2>&1 </dev/null &
+    # At the usual priority, whatever ours is: all sandboxes inherit it, for as long as this engine runs.
+    (
+      renice -n 0 -p "$BASHPID" >/dev/null
+      TMPDIR=$tmp PATH=$PREFIX/criu/usr/sbin:$PATH exec setsid nohup "$dockerd" >>"$log" 2>&1 </dev/null
+    ) &
     echo $! >"$state/dockerd.pid"
   fi
   local waited=0

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,21 @@ def docker() -> Iterator[PrivateDocker]:
             yield made
         finally:
             made.stop()
+
+
+@contextmanager
+def behind_a_proxy(docker: PrivateDocker) -> Iterator[tuple[EnvHost, DockerProxy]]:
+    """An envkeeper whose way to Docker the test can disturb."""
+    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
+        proxy = DockerProxy(Path(folder) / "d.sock", docker.root / "d.sock")
+        try:
+            host = EnvHost.start(Path(folder), CONFIG, proxy.url)
+            try:
+                yield host, proxy
+            finally:
+                host.stop()
+        finally:
+            proxy.close()
 
 
 @pytest.fixture(scope="module")
@@ -167,36 +183,30 @@ def test_without_experimental_mode_it_is_refused_by_name(tmp_path_factory: pytes
 @pytest.mark.parametrize("wrong", [Wrong.CUT, Wrong.CUT_ANSWER, Wrong.REFUSE])
 def test_docker_fails_at_each_request_of_a_checkpoint(docker: PrivateDocker, wrong: Wrong) -> None:
     """The daemon lives, the sandbox is not left paused, and READY is the old or the new one."""
-    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
-        proxy = DockerProxy(Path(folder) / "d.sock", docker.root / "d.sock")
-        host = EnvHost.start(Path(folder), CONFIG, proxy.url)
-        try:
-            box = host.create()
-            box.exec("X=41")
-            box.checkpoint()
-            failed: BelayerError | None = None
-            for at in range(1, 20):
-                proxy.arm(at, wrong)
-                failed = None
-                try:
-                    box.checkpoint()
-                except BelayerError as why:
-                    failed = why
-                hit = proxy.hit
-                proxy.clear()
-                host.wait_ready()
-                assert failed is None or failed.code is not ErrorCode.BROKEN, failed
-                if isinstance(failed, SandboxLost):
-                    box.restore()
-                assert box.exec("echo $X").stdout == "41\n", f"{wrong} at {at} ({hit})"
-                if not hit:
-                    break
-            assert failed is None, failed
-            assert at > 4
-            box.destroy()
-        finally:
-            host.stop()
-            proxy.close()
+    with behind_a_proxy(docker) as (host, proxy):
+        box = host.create()
+        box.exec("X=41")
+        box.checkpoint()
+        failed: BelayerError | None = None
+        for at in range(1, 20):
+            proxy.arm(at, wrong)
+            failed = None
+            try:
+                box.checkpoint()
+            except BelayerError as why:
+                failed = why
+            hit = proxy.hit
+            proxy.clear()
+            host.wait_ready()
+            assert failed is None or failed.code is not ErrorCode.BROKEN, failed
+            if isinstance(failed, SandboxLost):
+                box.restore()
+            assert box.exec("echo $X").stdout == "41\n", f"{wrong} at {at} ({hit})"
+            if not hit:
+                break
+        assert failed is None, failed
+        assert at > 4
+        box.destroy()
 
 
 def test_what_containerd_has_not_collected_yet_is_no_fault_of_the_sandbox(docker: PrivateDocker) -> None:
@@ -211,26 +221,20 @@ def test_what_containerd_has_not_collected_yet_is_no_fault_of_the_sandbox(docker
         asked.append(line)
         return says if len(asked) <= times else None
 
-    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
-        proxy = DockerProxy(Path(folder) / "d.sock", docker.root / "d.sock")
-        host = EnvHost.start(Path(folder), CONFIG, proxy.url)
-        try:
-            box = host.create()
-            box.exec("X=41")
-            times = 2
-            proxy.before = in_the_way
-            ready = box.checkpoint()
-            assert len(asked) == times + 1
-            times = 1000
-            with pytest.raises(CheckpointIncomplete, match="what the dump before this one left") as told:
-                box.checkpoint()
-            assert f"content rm sha256:{'6' * 64}" in told.value.remedy
-            assert box.exec("echo $X").stdout == "41\n"
-            times = 0
-            assert box.checkpoint().checkpoint_id != ready.checkpoint_id
-        finally:
-            host.stop()
-            proxy.close()
+    with behind_a_proxy(docker) as (host, proxy):
+        box = host.create()
+        box.exec("X=41")
+        times = 2
+        proxy.before = in_the_way
+        ready = box.checkpoint()
+        assert len(asked) == times + 1
+        times = 1000
+        with pytest.raises(CheckpointIncomplete, match="what the dump before this one left") as told:
+            box.checkpoint()
+        assert f"content rm sha256:{'6' * 64}" in told.value.remedy
+        assert box.exec("echo $X").stdout == "41\n"
+        times = 0
+        assert box.checkpoint().checkpoint_id != ready.checkpoint_id
 
 
 # What is said in place of Docker's answer, and what is made of it. The sandbox is at fault where CRIU says so.
@@ -257,33 +261,27 @@ def test_what_the_engine_says_of_itself_is_no_fault_of_the_sandbox(docker: Priva
             return None
         return answer("500 Internal Server Error", json.dumps({"message": f"Cannot checkpoint c: {said}"}).encode())
 
-    with tempfile.TemporaryDirectory(prefix="bl-") as folder:
-        proxy = DockerProxy(Path(folder) / "d.sock", docker.root / "d.sock")
-        host = EnvHost.start(Path(folder), CONFIG, proxy.url)
-        try:
-            box = host.create()
-            box.exec("X=41; (i=0; while :; do i=$((i+1)); echo $i >>/n; sleep 0.01; done) &")
-            ready, deaf = box.checkpoint(), 0
-            proxy.before = instead
-            for said, kind in SAID:
-                with pytest.raises(kind) as told:
-                    box.checkpoint()
-                assert said in told.value.message
-                assert "READY" in told.value.kept
-                counts(box)
-            said, deaf = "", 2
-            with pytest.raises(CheckpointIncomplete, match="Docker did not unpause"):
+    with behind_a_proxy(docker) as (host, proxy):
+        box = host.create()
+        box.exec("X=41; (i=0; while :; do i=$((i+1)); echo $i >>/n; sleep 0.01; done) &")
+        ready, deaf = box.checkpoint(), 0
+        proxy.before = instead
+        for said, kind in SAID:
+            with pytest.raises(kind) as told:
                 box.checkpoint()
-            assert len(asked) == 2
-            assert state_of(docker, host, box)["Paused"], "its mark is there"
+            assert said in told.value.message
+            assert "READY" in told.value.kept
             counts(box)
-            assert host.info(box.sandbox_id).ready_checkpoint == ready.checkpoint_id
-            assert box.checkpoint().checkpoint_id != ready.checkpoint_id
-            assert not state_of(docker, host, box)["Paused"]
-            counts(box)
-        finally:
-            host.stop()
-            proxy.close()
+        said, deaf = "", 2
+        with pytest.raises(CheckpointIncomplete, match="Docker did not unpause"):
+            box.checkpoint()
+        assert len(asked) == 2
+        assert state_of(docker, host, box)["Paused"], "its mark is there"
+        counts(box)
+        assert host.info(box.sandbox_id).ready_checkpoint == ready.checkpoint_id
+        assert box.checkpoint().checkpoint_id != ready.checkpoint_id
+        assert not state_of(docker, host, box)["Paused"]
+        counts(box)
 
 
 def state_of(docker: PrivateDocker, host: EnvHost, box: Sandbox) -> dict[str, object]:

@@ -138,6 +138,13 @@ def test_a_mistake_is_a_4xx_counted_apart(host: RouterHost, name: str) -> None:
     assert host.metric(line) == before + 1
 
 
+def test_what_is_too_large_for_a_worker_keeps_no_room(host: RouterHost) -> None:
+    """It was refused, and counted as one of those that may be live, for ever. ``unharmed`` asks for room afterwards."""
+    path, content, status = BAD["more than a worker takes in one message"]
+    for _ in range(LIVE):
+        assert httpx.post(f"{host.url}{path}", content=content, headers=JSON, timeout=300).status_code == status
+
+
 def test_a_body_above_the_bound_is_refused_without_being_kept(host: RouterHost) -> None:
     """100 MB, announced and not announced."""
     before = memory(host)
