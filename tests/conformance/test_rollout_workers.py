@@ -22,7 +22,7 @@ from belayer.messages.worker import HELD
 from benchmarks import tiny
 from benchmarks.soak_host import SoakHost, rest, slot_of
 from gpuowner.publish import publishing
-from tests.e2e.test_host import ctl, facts, main_pid, pids, slot
+from tests.support.host_words import ctl, facts, main_pid, pids, slot
 from tests.support.streams import Stream, completion
 from tests.support.wait import eventually, remove_tree
 

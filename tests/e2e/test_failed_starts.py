@@ -24,8 +24,8 @@ from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
 from belayer.messages.control import IncidentList, ListIncidents, SlotView
 from belayer.rpc import call_sync
 from benchmarks import tiny
-from tests.e2e.test_host import ctl, main_pid, slot
 from tests.support import oom
+from tests.support.host_words import ctl, main_pid, slot
 from tests.support.patience import SLOT
 from tests.support.saboteurs import SaboteurHost
 from tests.support.wait import eventually, remove_tree

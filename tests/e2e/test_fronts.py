@@ -35,8 +35,8 @@ from belayer.rpc import call_sync
 from gpuowner.attach import OwnerClient
 from gpuowner.update import begin_update
 from tests.e2e import test_weight_updates as updates
-from tests.e2e.test_host import ctl
 from tests.support import fronts
+from tests.support.host_words import ctl
 from tests.support.patience import SLOT, patient
 from tests.support.streams import Seen, Stream, completion, tokens_in
 from tests.support.told_versions import NORM, misfits, norm_of, spans

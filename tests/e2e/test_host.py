@@ -5,12 +5,9 @@ One host with two slots serves all tests of this module. Each test leaves it pro
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -29,8 +26,9 @@ from belayer.messages.control import Handover, HostStatusReply, IncidentReply, S
 from belayer.messages.owner import OwnerStatusReply
 from belayer.rpc import call_sync
 from belayerd.pair import Pair
+from tests.support.host_words import ctl, facts, main_pid, pids, slot
 from tests.support.patience import patient
-from tests.support.streams import Seen, Stream, chat, completion, tokens_in
+from tests.support.streams import Stream, chat, completion, tokens_in
 from tests.support.under_way import busy_slots, on_one_slot
 from tests.support.wait import eventually, remove_tree
 
@@ -63,35 +61,11 @@ def host() -> Iterator[LocalHost]:
         remove_tree(root)
 
 
-def ctl(host: LocalHost, *words: str, within: float = 180.0) -> tuple[int, Any, str]:
-    """(exit code, what --json printed, stderr) of belayerctl. ``within``: what a daemon has for its answer; one that is
-    gone has it too."""
-    command = [sys.executable, "-m", "belayerctl", *words, "--json", "--timeout", str(within)]
-    env = {**os.environ, "BELAYER_ROOT": str(host.root)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
-    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
-
-
-def slot(status: HostStatusReply, name: str) -> SlotView:
-    return next(row for row in status.slots if row.slot == name)
-
-
-def main_pid(host: LocalHost, name: str) -> int:
-    return next(worker.pid for worker in slot(host.status(), name).workers if worker.role == "main")
-
-
 def start(host: LocalHost, name: str) -> Stream:
     path, body = BODIES[name]
     stream = Stream(host.status().router_url, path, body)
     stream.start()
     return stream
-
-
-def facts(seen: Seen) -> tuple[list[int], str, list[str], list[dict[str, Any]], int, int]:
-    """What must not differ between a failed and an unfailed run."""
-    assert seen.error is None
-    assert seen.errors == []
-    return seen.token_ids, seen.text, seen.finishes, seen.usages, seen.roles, seen.done
 
 
 @pytest.fixture(scope="module")
@@ -392,10 +366,6 @@ def caught(host: LocalHost, name: str, generation: int, done: int) -> bool:
 
 def main_pid_of(status: HostStatusReply, name: str) -> int:
     return next(worker.pid for worker in slot(status, name).workers if worker.role == "main")
-
-
-def pids(status: HostStatusReply, name: str) -> list[int]:
-    return [worker.pid for worker in slot(status, name).workers]
 
 
 def test_a_zygote_that_does_not_answer_ends_nothing(host: LocalHost, truth: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from belayer.localhost import LocalHost, demo_config, free_port
 from belayer.messages.control import HostStatusReply
 from belayerd.pair import Pair
 from benchmarks import tiny
-from tests.e2e.test_host import ctl, facts, main_pid, pids, slot
+from tests.support.host_words import ctl, facts, main_pid, pids, slot
 from tests.support.saboteurs import SaboteurHost
 from tests.support.streams import Stream, completion
 from tests.support.under_way import on_one_slot

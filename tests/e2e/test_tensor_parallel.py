@@ -22,10 +22,10 @@ from belayer import procs
 from belayer.errors import Refused, WeightsTorn
 from belayer.localhost import LocalHost, demo_config, free_port
 from belayer.messages.control import HostStatusReply
-from tests.e2e.test_host import ctl, facts, slot
 from tests.e2e.test_kv_reuse import cached
 from tests.e2e.test_trainer_group import Group
 from tests.e2e.test_weight_updates import MODEL, ONE, TWO, begin, end, paused, publish
+from tests.support.host_words import ctl, facts, slot
 from tests.support.rank_host import all_follow, arenas, descriptors, group_of, laid_out, leader, rank_of, send, weights
 from tests.support.rank_updates import abandoned, killed_before_its_commit, long_stream, mapped, updated, whole, writing
 from tests.support.saboteurs import SaboteurHost

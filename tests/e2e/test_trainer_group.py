@@ -15,8 +15,8 @@ import pytest
 from belayer import procs
 from belayer.localhost import ROLLOUT, LocalHost, demo_config, free_port
 from benchmarks import tiny
-from tests.e2e.test_host import ctl, main_pid, slot
 from tests.e2e.test_weight_updates import CACHE, MODEL, SMOL, all_follow, publish, tokens, weights
+from tests.support.host_words import ctl, main_pid, slot
 from tests.support.patience import SLOT, patient
 from tests.support.trainer_group import Process
 from tests.support.wait import eventually, remove_tree

@@ -24,7 +24,7 @@ from belayer.rpc import call_sync
 from belayerd.handover import Action
 from belayerd.pair import Pair
 from benchmarks import tiny
-from tests.e2e.test_host import ctl, facts, slot
+from tests.support.host_words import ctl, facts, slot
 from tests.support.patience import patient
 from tests.support.streams import Stream, completion
 from tests.support.wait import eventually

@@ -26,7 +26,7 @@ from benchmarks import tiny
 from gpuowner.attach import OwnerClient
 from gpuowner.publish import publishing
 from gpuowner.update import begin_update
-from tests.e2e.test_host import ctl, main_pid, pids, slot
+from tests.support.host_words import ctl, main_pid, pids, slot
 from tests.support.patience import SLOT, patient
 from tests.support.streams import Seen, Stream, completion
 from tests.support.wait import eventually, remove_tree
